@@ -1,0 +1,1 @@
+"""The `openk3` command: one module per subcommand, each thin (parse, call, print)."""

@@ -1,0 +1,81 @@
+"""The root of the `openk3` command and its one rule for failures: one line on stderr, exit code 2.
+
+Only the subcommand that was called is imported, so that `openk3 --help` does not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from openk3 import __version__
+from openk3.errors import OpenK3Error
+
+COMMANDS = {
+    "quickstart": "Train the nano model on text that is already on this machine, then talk to it.",
+    "train": "Train a model from a recipe; an interrupted run resumes by itself.",
+    "generate": "Continue a text with a trained model.",
+    "chat": "Talk to a trained model on the terminal.",
+    "params": "Count the parameters of a configuration, or list its tensors.",
+    "tokenizer": "Train, inspect and use tokenizers.",
+    "data": "Prepare corpora into token shards, and look into them.",
+    "report": "Turn a run's metrics into one HTML page.",
+    "doctor": "Say what this machine has and which implementations will run.",
+}
+
+
+def root(called: str | None) -> typer.Typer:
+    """The command tree, with the subcommand `called` loaded and the others present by name and one line."""
+    app = typer.Typer(
+        name="openk3",
+        help="The whole Kimi K3 system, open: train, inspect and run models of this architecture.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    for name, line in COMMANDS.items():
+        if name != called:
+            app.command(name, help=line)(_named_only)
+            continue
+        sub: typer.Typer = importlib.import_module(f"openk3.cli.{name}").app
+        if len(sub.registered_commands) == 1 and sub.registered_callback is None:
+            (single,) = sub.registered_commands
+            single.name = name
+            app.registered_commands.append(single)
+        else:
+            app.add_typer(sub, name=name, help=line)
+    app.callback()(_root_options)
+    return app
+
+
+def _named_only() -> None:
+    """Stands for a subcommand that was not called."""
+
+
+def _root_options(
+    version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
+) -> None:
+    if version:
+        print(f"openk3 {__version__}")
+        raise typer.Exit
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; never returns normally.
+
+    Exit codes: 0 done, 1 a bug (with its traceback), 2 wrong input or environment, 130 interrupted.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    called = next((word for word in words if not word.startswith("-")), None)
+    try:
+        root(called if called in COMMANDS else None)(words, prog_name="openk3")
+    except OpenK3Error as error:
+        print(f"openk3: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

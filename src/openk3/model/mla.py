@@ -1,0 +1,79 @@
+"""Gated multi-head latent attention without positions (report §2.1.2).
+
+The 64 "rope" dims keep their released name; they are shared by all heads and never rotated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from openk3.config import MlaConfig
+from openk3.model.layers import Linear, RmsNorm, wide
+from openk3.model.protocols import Seams
+from openk3.model.state import MlaState
+from openk3.ops.attention import attention
+
+Tensor = torch.Tensor
+
+
+class MlaAttention(nn.Module):
+    """x `[T, d]` to `[T, d]`; its state is one latent of `kv_lora_rank + qk_rope_head_dim` values per
+    token."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: MlaConfig,
+        seams: Seams,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.seams = seams
+        H, at = config.num_heads, {"dtype": dtype, "device": device}
+        if config.q_lora_rank is None:
+            self.q_proj = Linear(hidden_size, H * config.qk_head_dim, **at)
+        else:
+            self.q_a_proj = Linear(hidden_size, config.q_lora_rank, **at)
+            self.q_a_layernorm = RmsNorm(config.q_lora_rank, config.latent_norm_eps, **at)
+            self.q_b_proj = Linear(config.q_lora_rank, H * config.qk_head_dim, **at)
+        self.kv_a_proj_with_mqa = Linear(hidden_size, config.kv_lora_rank + config.qk_rope_head_dim, **at)
+        self.kv_a_layernorm = RmsNorm(config.kv_lora_rank, config.latent_norm_eps, **at)
+        self.kv_b_proj = Linear(config.kv_lora_rank, H * (config.qk_nope_head_dim + config.v_head_dim), **at)
+        if config.gated:
+            self.g_proj = Linear(hidden_size, H * config.v_head_dim, **at)
+        self.o_proj = Linear(H * config.v_head_dim, hidden_size, **at)
+
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor, state: MlaState | None, *, want_max_logit: bool
+    ) -> tuple[Tensor, MlaState, Tensor | None]:
+        """`x`: `[T, d]`, normed. Returns output `[T, d]`, the grown state, and the largest logit per head
+        `[H]`."""
+        c, tag = self.config, self.seams.tag
+        H, r = c.num_heads, c.kv_lora_rank
+        q = self._queries(x).view(-1, H, c.qk_head_dim)
+        compressed = self.kv_a_proj_with_mqa(x)  # [T, r + shared]
+        latents = torch.cat([self.kv_a_layernorm(compressed[:, :r]), compressed[:, r:]], dim=-1)
+        latents, latent_cu = self.seams.context.latents(tag(latents, "mla.latents"), cu_seqlens)
+        new = state.extended(latents, latent_cu) if state else MlaState(latents, latent_cu)
+
+        content = self.kv_b_proj(new.latents[:, :r]).view(-1, H, c.qk_nope_head_dim + c.v_head_dim)
+        k_nope, v = content.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
+        shared = new.latents[:, None, r:].expand(-1, H, -1)
+        k = torch.cat([k_nope, shared], dim=-1)  # [T_k, H, qk_head_dim]
+        out, max_logit = attention(q, k, v, cu_seqlens, new.cu_seqlens, return_max_logit=want_max_logit)
+        out = tag(out, "mla.out").view(-1, H * c.v_head_dim)
+        if c.gated:
+            out = out * torch.sigmoid(self.g_proj(x).to(wide(x.dtype)))
+        return self.o_proj(out.to(x.dtype)), new, max_logit
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """`[T, H * qk_head_dim]`."""
+        if self.config.q_lora_rank is None:
+            q: Tensor = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        return q

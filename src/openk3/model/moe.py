@@ -1,0 +1,134 @@
+"""Stable LatentMoE (report §2.3 eq. 11): router, routed experts in a latent space, full-width shared experts.
+
+The router's balance bias is a buffer: the trainer sets it between steps from the counts left in the record.
+It is in no optimizer and has no gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from openk3.config import ModelConfig, MoeConfig
+from openk3.model.ffn import GatedFfn, activation_of
+from openk3.model.layers import Linear, RmsNorm, weight, wide
+from openk3.model.protocols import ExpertWeights, Seams
+from openk3.model.record import ForwardRecord
+from openk3.ops.moe import Routing, route
+from openk3.ops.quantile_balance import required_bias_histogram
+
+Tensor = torch.Tensor
+
+
+class Router(nn.Module):
+    """fp32 sigmoid scores, top-k of score + bias, weights without the bias (eq. 13)."""
+
+    e_score_correction_bias: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: MoeConfig,
+        layer: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        self.weight = weight(config.num_experts, hidden_size, dtype=dtype, device=device)
+        bias = torch.zeros(config.num_experts, dtype=wide(dtype), device=device)
+        self.register_buffer("e_score_correction_bias", bias)
+
+    def forward(self, x: Tensor, record: ForwardRecord | None) -> Routing:
+        """`x`: `[T, d]`. A record that already holds this layer's decision is obeyed and not counted into
+        again."""
+        precise = wide(x.dtype)
+        logits = F.linear(x.to(precise), self.weight.to(precise))
+        routing = route(
+            logits,
+            self.e_score_correction_bias,
+            self.config.experts_per_token,
+            scaling_factor=self.config.routed_scaling,
+            renormalize=self.config.renormalize,
+            chosen=record.chosen.get(self.layer) if record else None,
+        )
+        if record is not None and self.training and self.layer not in record.chosen:
+            self._count(routing, record)
+        return routing
+
+    def _count(self, routing: Routing, record: ForwardRecord) -> None:
+        record.chosen[self.layer] = routing.ids, routing.cutoff
+        counted = routing.ids if record.token_mask is None else routing.ids[record.token_mask]
+        record.load[self.layer] = torch.bincount(counted.flatten(), minlength=self.config.num_experts)
+        if self.config.balancing == "qb":
+            record.histogram[self.layer] = required_bias_histogram(
+                routing.scores.detach(),
+                routing.cutoff,
+                self.e_score_correction_bias,
+                token_mask=record.token_mask,
+                bins=self.config.qb_bins,
+            )
+
+
+class Experts(nn.Module):
+    """The routed experts' weights, stacked: `w1`, `w3` `[E, F, l]`, `w2` `[E, l, F]`."""
+
+    def __init__(
+        self, config: MoeConfig, width: int, *, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
+        super().__init__()
+        E, F_ = config.num_experts, config.expert_width
+        self.w1 = weight(E, F_, width, dtype=dtype, device=device)
+        self.w3 = weight(E, F_, width, dtype=dtype, device=device)
+        self.w2 = weight(E, width, F_, dtype=dtype, device=device)
+
+    def forward(self) -> ExpertWeights:
+        return ExpertWeights(self.w1, self.w3, self.w2)
+
+
+class LatentMoe(nn.Module):
+    """y = shared(x) + up(norm(sum_i p_i E_i(down(x)))): `[T, d]` to `[T, d]`. Plain MoE without a latent
+    width."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoeConfig,
+        layer: int,
+        seams: Seams,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | None,
+    ) -> None:
+        super().__init__()
+        d, at = config.hidden_size, {"dtype": dtype, "device": device}
+        self.seams = seams
+        self.activation = activation_of(config.activation)
+        self.gate = Router(d, moe, layer, **at)
+        self.latent = moe.latent_width is not None
+        width = moe.latent_width or d
+        if self.latent:
+            self.routed_expert_down_proj = Linear(d, width, **at)
+            self.routed_expert_up_proj = Linear(width, d, **at)
+        self.normed = moe.latent_norm
+        if self.normed:
+            self.routed_expert_norm = RmsNorm(width, config.rms_norm_eps, **at)
+        self.experts = Experts(moe, width, **at)
+        self.shared_experts = (
+            GatedFfn(d, moe.num_shared_experts * moe.expert_width, self.activation, **at)
+            if moe.num_shared_experts
+            else None
+        )
+
+    def forward(self, x: Tensor, record: ForwardRecord | None) -> Tensor:
+        tag = self.seams.tag
+        routing = self.gate(x, record)
+        z = self.routed_expert_down_proj(x) if self.latent else x
+        u = self.seams.dispatch(tag(z, "moe.latent"), routing, self.experts(), self.activation)
+        if self.normed:
+            u = self.routed_expert_norm(tag(u, "moe.combined"))
+        routed: Tensor = self.routed_expert_up_proj(u) if self.latent else u
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)

@@ -1,0 +1,89 @@
+"""The multi-token prediction layer: an MLA + LatentMoE layer that predicts one token further than the trunk.
+
+At token t it reads t's embedding and the trunk's mixed hidden state of t - 1, and predicts t + 1 as the trunk
+does at t: one token further than that hidden state was trained for. It has ordinary residuals and no AttnRes,
+as the published draft-only checkpoints load it; embedding and head are the trunk's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from openk3.config import ModelConfig
+from openk3.model.layers import Linear, RmsNorm
+from openk3.model.mla import MlaAttention
+from openk3.model.moe import LatentMoe
+from openk3.model.protocols import Seams
+from openk3.model.record import ForwardRecord
+
+Tensor = torch.Tensor
+
+IGNORED = -100
+
+
+class MtpBlock(nn.Module):
+    """MLA and LatentMoE with plain residuals: `[T, d]` to `[T, d]`."""
+
+    def __init__(
+        self, config: ModelConfig, seams: Seams, *, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
+        super().__init__()
+        assert config.mla is not None
+        assert config.moe is not None
+        d, eps, at = config.hidden_size, config.rms_norm_eps, {"dtype": dtype, "device": device}
+        self.index = config.num_layers
+        self.input_layernorm = RmsNorm(d, eps, **at)
+        self.self_attn = MlaAttention(d, config.mla, seams, **at)
+        self.post_attention_layernorm = RmsNorm(d, eps, **at)
+        self.block_sparse_moe = LatentMoe(config, config.moe, self.index, seams, **at)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, record: ForwardRecord | None) -> Tensor:
+        attended, _, max_logit = self.self_attn(
+            self.input_layernorm(x), cu_seqlens, None, want_max_logit=record is not None
+        )
+        if record is not None and max_logit is not None:
+            record.max_logit[self.index] = max_logit
+        x = x + attended
+        out: Tensor = x + self.block_sparse_moe(self.post_attention_layernorm(x), record)
+        return out
+
+
+class MtpLayer(nn.Module):
+    """x_t = W_eh [norm(embedding of t) ; norm(hidden of t - 1)], then a block, then a norm for the shared
+    head."""
+
+    def __init__(
+        self, config: ModelConfig, seams: Seams, *, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
+        super().__init__()
+        d, eps, at = config.hidden_size, config.rms_norm_eps, {"dtype": dtype, "device": device}
+        self.enorm = RmsNorm(d, eps, **at)
+        self.hnorm = RmsNorm(d, eps, **at)
+        self.eh_proj = Linear(2 * d, d, **at)
+        self.layer = MtpBlock(config, seams, **at)
+        self.norm = RmsNorm(d, eps, **at)
+
+    def forward(
+        self,
+        embedded: Tensor,
+        mixed: Tensor,
+        targets: Tensor,
+        cu_seqlens: Tensor,
+        record: ForwardRecord | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states `[T, d]` for the head, and their targets: a sequence's first token has nothing before
+        it.
+
+        Args:
+            embedded: `[T, d]`, token embeddings.
+            mixed: `[T, d]`, the trunk's output before its final norm.
+            targets: int64 `[T]`, the trunk's.
+        """
+        starts = cu_seqlens[:-1][cu_seqlens.diff() > 0].long()
+        first = torch.zeros(embedded.shape[0], dtype=torch.bool, device=embedded.device)
+        first[starts] = True
+        before = torch.cat([mixed.new_zeros(mixed[:1].shape), mixed[:-1]]).masked_fill(first[:, None], 0)
+        now = embedded.masked_fill(first[:, None], 0)
+        x = self.eh_proj(torch.cat([self.enorm(now), self.hnorm(before)], dim=-1))
+        return self.norm(self.layer(x, cu_seqlens, record)), targets.masked_fill(first, IGNORED)

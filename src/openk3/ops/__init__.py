@@ -1,0 +1,1 @@
+"""Pure functions on tensors, one folder per operator: reference (the equation), eager (PyTorch), kernels (GPU)."""

@@ -1,0 +1,49 @@
+"""Which implementation of an operator runs.
+
+Knows devices and what is importable; knows nothing about any operator. There is no silent fallback: asking
+for an implementation that cannot run here is an error that says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Literal
+
+import torch
+
+from openk3.errors import KernelUnavailable
+
+Implementation = Literal["reference", "eager", "triton"]
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def triton_problem(device_type: str) -> str | None:
+    """Why Triton kernels cannot run on `device_type`, or None if they can."""
+    if not _installed("triton"):
+        return "the triton package is not installed"
+    if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"Triton does not run on {device_type} (set TRITON_INTERPRET=1 to interpret kernels in tests)"
+    return None
+
+
+def choose(
+    operator: str, x: torch.Tensor, wanted: Implementation | None, *, kernels: bool = True
+) -> Implementation:
+    """The implementation that will run `operator` on `x`: `wanted`, or the fastest for its device.
+
+    `kernels` is False for an operator that has no GPU kernel: its default is "eager" on every device.
+    """
+    chosen = wanted or ("triton" if x.is_cuda and kernels else "eager")
+    if chosen == "triton" and not kernels:
+        raise KernelUnavailable(f"{operator}: has no Triton kernel; ask for implementation='eager'")
+    if chosen == "triton" and (problem := triton_problem(x.device.type)):
+        raise KernelUnavailable(
+            f"{operator}: needs Triton, but {problem}; ask for implementation='eager' to go on"
+        )
+    return chosen

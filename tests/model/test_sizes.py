@@ -1,0 +1,53 @@
+"""Parameter counts against the published figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from model.tiny import VARIANTS
+from openk3.config import PRESETS
+from openk3.model import K3
+from openk3.model.sizes import count
+
+
+def test_k3_lands_on_the_released_numbers():
+    sizes = count(PRESETS["k3"])
+    vision = (
+        401_000_000  # about; the release's 2,779,931,837,184 stored parameters include it and A_log padding
+    )
+    assert sizes.total + vision == pytest.approx(2_779_931_837_184, rel=1e-5)
+    assert sizes.active == pytest.approx(105.36e9, abs=0.005e9)
+    assert sizes.active_without_lookup == pytest.approx(104.19e9, abs=0.005e9)
+    assert sizes.active_non_embedding == pytest.approx(103.0e9, abs=0.05e9)
+
+
+def test_r1_is_as_near_the_public_run_as_its_figures_allow():
+    sizes = count(PRESETS["r1"])
+    assert sizes.total == pytest.approx(1.024e9, abs=0.0005e9)
+    assert sizes.active == pytest.approx(145.3e6, abs=0.05e6)
+    assert sizes.active_non_embedding == pytest.approx(61.4e6, abs=0.05e6)
+
+
+def test_kimi_linear_is_48b_with_3b_active():
+    sizes = count(PRESETS["linear-48b"])
+    assert sizes.total == pytest.approx(49.12e9, abs=0.01e9)
+    assert sizes.active_non_embedding == pytest.approx(3.0e9, rel=0.15)
+
+
+@pytest.mark.parametrize(("name", "about"), [("nano", 2e6), ("micro", 15e6)])
+def test_small_presets_have_the_size_they_promise(name, about):
+    assert count(PRESETS[name]).total == pytest.approx(about, rel=0.15)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_counts_equal_the_allocated_tensors(variant):
+    config = VARIANTS[variant]
+    sizes = count(config)
+    assert sizes.total == sum(t.numel() for t in K3(config).state_dict().values())
+    idle = 0
+    if config.moe is not None:
+        layers = config.num_layers - config.dense_layers + config.mtp_layers
+        width = config.moe.latent_width or config.hidden_size
+        unchosen = config.moe.num_experts - config.moe.experts_per_token
+        idle = layers * unchosen * 3 * width * config.moe.expert_width
+    assert sizes.active == sizes.total - idle
