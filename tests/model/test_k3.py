@@ -43,8 +43,8 @@ def test_mtp_loss_equals_the_formulas():
     expected = plain_k3.mtp_logits(weights(model), model.config, tokens.tolist())
     nll = np.log(np.exp(expected).sum(-1)) - expected[np.arange(5), targets[1:].numpy()]
     assert loss.mtp is not None
-    assert float(loss.mtp) == pytest.approx(nll.sum(), rel=1e-9)
-    assert float(loss.total) == pytest.approx(float(loss.next_token) + 0.3 * nll.sum(), rel=1e-9)
+    assert loss.mtp.item() == pytest.approx(nll.sum(), rel=1e-9)
+    assert loss.total.item() == pytest.approx(loss.next_token.item() + 0.3 * nll.sum(), rel=1e-9)
 
 
 @ALL
@@ -66,13 +66,15 @@ def test_decoding_in_pieces_equals_one_forward(variant, cuts, n):
     model = built(VARIANTS[variant])
     sequences = [packed([11], model.config.vocab_size, seed=i)[0] for i in range(n)]
     whole = torch.cat(sequences)
-    expected = logits(model, whole, torch.arange(0, 11 * n + 1, 11, dtype=torch.int32)).view(n, 11, -1)
+    expected = logits(model, whole, torch.arange(0, 11 * n + 1, 11, dtype=torch.int32)).view(
+        n, 11, model.config.vocab_size
+    )
     state: DecodeState | None = None
     for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), 11], strict=True):
         cu = torch.arange(n + 1, dtype=torch.int32) * (b - a)
         out = model(torch.cat([s[a:b] for s in sequences]), cu, state=state)
         state = out.state
-        actual = model.logits(out.hidden).view(n, b - a, -1)
+        actual = model.logits(out.hidden).view(n, b - a, model.config.vocab_size)
         torch.testing.assert_close(actual, expected[:, a:b], rtol=1e-9, atol=1e-11)
     assert state is not None
     assert state.lengths.tolist() == [11] * n
@@ -99,15 +101,17 @@ def test_precise_parameters_stay_fp32_in_a_bf16_model():
 
 
 def test_bf16_logits_are_near_fp32_ones():
-    exact = built(BASE, dtype=torch.float32)
-    rounded = K3(BASE, dtype=torch.bfloat16)
+    """Without routers: a flipped choice is a different function, not a rounding error."""
+    config = changed(dense_layers=5, moe=None, initializer_range=0.1)
+    exact = built(config, dtype=torch.float32)
+    rounded = K3(config, dtype=torch.bfloat16)
     rounded.load_state_dict(exact.state_dict())
-    tokens, cu = packed([20, 12], BASE.vocab_size)
+    tokens, cu = packed([20, 12], config.vocab_size)
     a, b = logits(exact, tokens, cu), logits(rounded, tokens, cu)
     assert b.dtype == torch.float32
-    # Discrete routing may flip for a token in bf16; the median token must not notice.
-    errors = (a - b).norm(dim=-1) / a.norm(dim=-1)
-    assert errors.median() < 0.06
+    error = float((a - b).detach().norm() / a.detach().norm())
+    # About 80 roundings of 2^-9 one after another, independent: sqrt(80) * 0.2% = 1.8%, and weights on top.
+    assert error < 0.06, f"relative error {error:.3g}"
 
 
 @ALL

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from model.tiny import VARIANTS
+from openk3.checkpoint.official import official_tensors
 from openk3.config import PRESETS
 from openk3.model import K3
 from openk3.model.sizes import count
 
 
 def test_k3_lands_on_the_released_numbers():
-    sizes = count(PRESETS["k3"])
-    vision = (
-        401_000_000  # about; the release's 2,779,931,837,184 stored parameters include it and A_log padding
+    config = PRESETS["k3"]
+    sizes = count(config)
+    vision = sum(
+        math.prod(t.shape)
+        for t in official_tensors(config)
+        if t.name.startswith(("vision_tower.", "mm_projector."))
     )
-    assert sizes.total + vision == pytest.approx(2_779_931_837_184, rel=1e-5)
+    padding = 69 * (128 - 96)  # of A_log
+    assert sizes.total + vision + padding == 2_779_931_837_184
     assert sizes.active == pytest.approx(105.36e9, abs=0.005e9)
     assert sizes.active_without_lookup == pytest.approx(104.19e9, abs=0.005e9)
     assert sizes.active_non_embedding == pytest.approx(103.0e9, abs=0.05e9)

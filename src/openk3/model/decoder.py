@@ -17,7 +17,7 @@ from openk3.config import ModelConfig
 from openk3.errors import InvalidInput
 from openk3.model.ffn import GatedFfn, activation_of
 from openk3.model.kda import KdaAttention
-from openk3.model.layers import Embedding, Linear, RmsNorm, wide
+from openk3.model.layers import Embedding, Linear, RmsNorm
 from openk3.model.mla import MlaAttention
 from openk3.model.moe import LatentMoe
 from openk3.model.mtp import MtpLayer
@@ -26,6 +26,7 @@ from openk3.model.record import ForwardRecord
 from openk3.model.residual import Stream, mix, opens_block
 from openk3.model.state import DecodeState, KdaState, LayerState, MlaState
 from openk3.ops.cross_entropy import linear_cross_entropy
+from openk3.ops.precision import wide
 
 Tensor = torch.Tensor
 

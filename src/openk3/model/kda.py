@@ -11,11 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from openk3.config import KdaConfig
-from openk3.model.layers import Linear, RmsNorm, weight, wide
+from openk3.model.layers import Linear, RmsNorm, weight
 from openk3.model.protocols import Seams
 from openk3.model.state import KdaState
 from openk3.ops.kda_gate import kda_gate
 from openk3.ops.norm import gated_rms_norm, l2_norm
+from openk3.ops.precision import wide
 from openk3.ops.short_conv import short_conv
 
 Tensor = torch.Tensor

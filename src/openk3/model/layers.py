@@ -14,11 +14,6 @@ from openk3.ops.norm import rms_norm
 Tensor = torch.Tensor
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """At least fp32: what the report keeps in higher precision."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def weight(*shape: int, dtype: torch.dtype, device: torch.device | None) -> nn.Parameter:
     """A parameter of NaN."""
     return nn.Parameter(torch.full(shape, float("nan"), dtype=dtype, device=device))

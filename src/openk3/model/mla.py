@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from openk3.config import MlaConfig
-from openk3.model.layers import Linear, RmsNorm, wide
+from openk3.model.layers import Linear, RmsNorm
 from openk3.model.protocols import Seams
 from openk3.model.state import MlaState
 from openk3.ops.attention import attention
+from openk3.ops.precision import wide
 
 Tensor = torch.Tensor
 

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from openk3.config import ModelConfig, MoeConfig
 from openk3.model.ffn import GatedFfn, activation_of
-from openk3.model.layers import Linear, RmsNorm, weight, wide
+from openk3.model.layers import Linear, RmsNorm, weight
 from openk3.model.protocols import ExpertWeights, Seams
 from openk3.model.record import ForwardRecord
 from openk3.ops.moe import Routing, route
+from openk3.ops.precision import wide
 from openk3.ops.quantile_balance import required_bias_histogram
 
 Tensor = torch.Tensor

@@ -1,0 +1,86 @@
+"""The routed experts of a mixture: route, plan, expert_ffn (report §2.3 eq. 11, §2.3.3 eq. 13).
+
+routing = route(logits, bias, k)
+u = expert_ffn(x, routing.weights, plan(routing.ids, E), w1, w3, w2, Activation())
+"""
+
+from __future__ import annotations
+
+import torch
+
+from openk3.errors import InvalidInput
+from openk3.ops.activation import Activation
+from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.moe.combine import combine
+from openk3.ops.moe.plan import DispatchPlan, plan
+from openk3.ops.moe.route import Routing, route
+
+__all__ = ["Activation", "DispatchPlan", "Routing", "combine", "expert_ffn", "plan", "route"]
+
+
+def expert_ffn(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    plan: DispatchPlan,
+    w1: torch.Tensor,
+    w3: torch.Tensor,
+    w2: torch.Tensor,
+    activation: Activation,
+    *,
+    implementation: Implementation | None = None,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, u_t = sum_s p_ts w2_e act(w1_e x_t, w3_e x_t).
+
+    Args:
+        x: `[T, l]`, the dispatched input (the latent in LatentMoE).
+        weights: `[T, k]` router weights p, at least fp32 in practice; differentiable, 0 allowed.
+        plan: of the same `[T, k]` ids.
+        w1, w3: `[E, F, l]` gate and up projections; w2: `[E, l, F]` down projection; x's dtype, contiguous.
+        activation: the gated unit; computed in at least fp32.
+        implementation: force "reference" or "eager"; there is no Triton kernel.
+
+    Returns:
+        `[T, l]` in x's dtype. The sum over slots runs in at least fp32 from slot 0 on, so
+        that equal calls give equal bits. The backward keeps the arguments and nothing else.
+
+    Raises:
+        InvalidInput: a shape or dtype does not fit.
+        KernelUnavailable: the forced implementation does not exist.
+    """
+    _check(x, weights, plan, w1, w3, w2)
+    match choose("expert_ffn", x, implementation, kernels=False):
+        case "reference":
+            from openk3.ops.moe.reference import expert_ffn as run
+        case _:
+            from openk3.ops.moe.eager import expert_ffn as run
+    return run(x, weights, plan, w1, w3, w2, activation)
+
+
+def _check(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    plan: DispatchPlan,
+    w1: torch.Tensor,
+    w3: torch.Tensor,
+    w2: torch.Tensor,
+) -> None:
+    if x.dim() != 2 or w1.dim() != 3:
+        raise InvalidInput(
+            f"expert_ffn: x is {tuple(x.shape)}, w1 is {tuple(w1.shape)}; want [T, l] and [E, F, l]"
+        )
+    T, width = x.shape
+    E, F, _ = w1.shape
+    wanted = {
+        "weights": (weights, (T, plan.rows.shape[1])),
+        "plan.rows": (plan.rows, (T, plan.rows.shape[1])),
+        "plan.offsets": (plan.offsets, (E + 1,)),
+        "w1": (w1, (E, F, width)),
+        "w3": (w3, (E, F, width)),
+        "w2": (w2, (E, width, F)),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if tensor.shape != shape:
+            raise InvalidInput(f"expert_ffn: {name} is {tuple(tensor.shape)}; x and w1 want {shape}")
+    for name, tensor in {"w1": w1, "w3": w3, "w2": w2}.items():
+        if tensor.dtype != x.dtype:
+            raise InvalidInput(f"expert_ffn: {name} is {tensor.dtype}, x is {x.dtype}; they must match")
