@@ -55,12 +55,18 @@ def _named_only() -> None:
     """Stands for a subcommand that was not called."""
 
 
-def _root_options(
-    version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
-) -> None:
-    if version:
+def _print_version(asked: bool) -> None:
+    if asked:
         print(f"openk3 {__version__}")
         raise typer.Exit
+
+
+def _root_options(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+    ),
+) -> None:
+    """Options of `openk3` itself; typer acts on them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -17,7 +17,7 @@ from openk3.config import ModelConfig
 from openk3.errors import InvalidInput
 from openk3.model.ffn import GatedFfn, activation_of
 from openk3.model.kda import KdaAttention
-from openk3.model.layers import Embedding, Linear, RmsNorm
+from openk3.model.layers import At, Embedding, Linear, RmsNorm
 from openk3.model.mla import MlaAttention
 from openk3.model.moe import LatentMoe
 from openk3.model.mtp import MtpLayer
@@ -34,38 +34,30 @@ Tensor = torch.Tensor
 class DecoderLayer(nn.Module):
     """Layer `index` (0-based): stream to stream."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        seams: Seams,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, index: int, seams: Seams, at: At) -> None:
         super().__init__()
-        d, eps, at = config.hidden_size, config.rms_norm_eps, {"dtype": dtype, "device": device}
+        d, eps = config.hidden_size, config.rms_norm_eps
         self.index = index
         self.opens = opens_block(config.attn_res, 2 * index), opens_block(config.attn_res, 2 * index + 1)
-        self.input_layernorm = RmsNorm(d, eps, **at)
-        self.post_attention_layernorm = RmsNorm(d, eps, **at)
+        self.input_layernorm = RmsNorm(d, eps, at)
+        self.post_attention_layernorm = RmsNorm(d, eps, at)
         mixes = config.attn_res.kind != "none"
-        self.self_attention_res_norm = RmsNorm(d, eps, **at) if mixes else None
-        self.self_attention_res_proj = Linear(d, 1, **at) if mixes else None
-        self.mlp_res_norm = RmsNorm(d, eps, **at) if mixes else None
-        self.mlp_res_proj = Linear(d, 1, **at) if mixes else None
+        self.self_attention_res_norm = RmsNorm(d, eps, at) if mixes else None
+        self.self_attention_res_proj = Linear(d, 1, at) if mixes else None
+        self.mlp_res_norm = RmsNorm(d, eps, at) if mixes else None
+        self.mlp_res_proj = Linear(d, 1, at) if mixes else None
         self.self_attn: MlaAttention | KdaAttention
         if config.is_mla(index):
             assert config.mla is not None  # ModelConfig checked it
-            self.self_attn = MlaAttention(d, config.mla, seams, **at)
+            self.self_attn = MlaAttention(d, config.mla, seams, at)
         else:
             assert config.kda is not None
-            self.self_attn = KdaAttention(d, config.kda, eps, seams, **at)
+            self.self_attn = KdaAttention(d, config.kda, eps, seams, at)
         if config.is_moe(index):
             assert config.moe is not None
-            self.block_sparse_moe = LatentMoe(config, config.moe, index, seams, **at)
+            self.block_sparse_moe = LatentMoe(config, config.moe, index, seams, at)
         else:
-            self.mlp = GatedFfn(d, config.dense_width, activation_of(config.activation), **at)
+            self.mlp = GatedFfn(d, config.dense_width, activation_of(config.activation), at)
         self.sparse = config.is_moe(index)
 
     def forward(
@@ -155,16 +147,16 @@ class K3(nn.Module):
         super().__init__()
         self.config = config
         self.recompute = recompute
-        at = {"dtype": dtype, "device": torch.device(device) if device is not None else None}
+        at = At(dtype, torch.device(device) if device is not None else None)
         d, eps = config.hidden_size, config.rms_norm_eps
-        self.embed_tokens = Embedding(config.vocab_size, d, **at)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, seams, **at) for i in range(config.num_layers))
+        self.embed_tokens = Embedding(config.vocab_size, d, at)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, seams, at) for i in range(config.num_layers))
         mixes = config.attn_res.kind != "none"
-        self.output_attn_res_norm = RmsNorm(d, eps, **at) if mixes else None
-        self.output_attn_res_proj = Linear(d, 1, **at) if mixes else None
-        self.norm = RmsNorm(d, eps, **at)
-        self.lm_head = None if config.tie_embeddings else Linear(d, config.vocab_size, **at)
-        self.mtp = MtpLayer(config, seams, **at) if config.mtp_layers else None
+        self.output_attn_res_norm = RmsNorm(d, eps, at) if mixes else None
+        self.output_attn_res_proj = Linear(d, 1, at) if mixes else None
+        self.norm = RmsNorm(d, eps, at)
+        self.lm_head = None if config.tie_embeddings else Linear(d, config.vocab_size, at)
+        self.mtp = MtpLayer(config, seams, at) if config.mtp_layers else None
 
     @property
     def head_weight(self) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from openk3.config import ActivationConfig
-from openk3.model.layers import Linear
+from openk3.model.layers import At, Linear
 from openk3.ops.activation import Activation
 
 Tensor = torch.Tensor
@@ -20,20 +20,12 @@ def activation_of(config: ActivationConfig) -> Activation:
 class GatedFfn(nn.Module):
     """down(act(gate(x), up(x))): `[T, d]` to `[T, d]`."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        width: int,
-        activation: Activation,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | None,
-    ) -> None:
+    def __init__(self, hidden_size: int, width: int, activation: Activation, at: At) -> None:
         super().__init__()
         self.activation = activation
-        self.gate_proj = Linear(hidden_size, width, dtype=dtype, device=device)
-        self.up_proj = Linear(hidden_size, width, dtype=dtype, device=device)
-        self.down_proj = Linear(width, hidden_size, dtype=dtype, device=device)
+        self.gate_proj = Linear(hidden_size, width, at)
+        self.up_proj = Linear(hidden_size, width, at)
+        self.down_proj = Linear(width, hidden_size, at)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from openk3.config import KdaConfig
-from openk3.model.layers import Linear, RmsNorm, weight
+from openk3.model.layers import At, Linear, RmsNorm, weight
 from openk3.model.protocols import Seams
 from openk3.model.state import KdaState
 from openk3.ops.kda_gate import kda_gate
@@ -25,48 +25,38 @@ Tensor = torch.Tensor
 class Conv1d(nn.Module):
     """Weight holder of one depthwise convolution: `[C, 1, W]`, fp32, last tap at the current token."""
 
-    def __init__(self, channels: int, width: int, *, dtype: torch.dtype, device: torch.device | None) -> None:
+    def __init__(self, channels: int, width: int, at: At) -> None:
         super().__init__()
-        self.weight = weight(channels, 1, width, dtype=dtype, device=device)
+        self.weight = weight(at, channels, 1, width)
 
 
 class KdaAttention(nn.Module):
     """x `[T, d]` to `[T, d]`, with a state of fixed size per sequence."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        config: KdaConfig,
-        norm_eps: float,
-        seams: Seams,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | None,
-    ) -> None:
+    def __init__(self, hidden_size: int, config: KdaConfig, norm_eps: float, seams: Seams, at: At) -> None:
         super().__init__()
         self.config = config
         self.seams = seams
         H, K = config.num_heads, config.head_dim
-        at = {"dtype": dtype, "device": device}
-        precise = {"dtype": wide(dtype), "device": device}
-        self.q_proj = Linear(hidden_size, H * K, **at)
-        self.k_proj = Linear(hidden_size, H * K, **at)
-        self.v_proj = Linear(hidden_size, H * K, **at)
-        self.q_conv1d = Conv1d(H * K, config.conv_width, **precise)
-        self.k_conv1d = Conv1d(H * K, config.conv_width, **precise)
-        self.v_conv1d = Conv1d(H * K, config.conv_width, **precise)
-        self.A_log = weight(H, **precise)
-        self.dt_bias = weight(H * K, **precise)
-        self.f_a_proj = Linear(hidden_size, K, **at)
-        self.f_b_proj = Linear(K, H * K, **at)
-        self.b_proj = Linear(hidden_size, H, **at)
+        precise = at.precise
+        self.q_proj = Linear(hidden_size, H * K, at)
+        self.k_proj = Linear(hidden_size, H * K, at)
+        self.v_proj = Linear(hidden_size, H * K, at)
+        self.q_conv1d = Conv1d(H * K, config.conv_width, precise)
+        self.k_conv1d = Conv1d(H * K, config.conv_width, precise)
+        self.v_conv1d = Conv1d(H * K, config.conv_width, precise)
+        self.A_log = weight(precise, H)
+        self.dt_bias = weight(precise, H * K)
+        self.f_a_proj = Linear(hidden_size, K, at)
+        self.f_b_proj = Linear(K, H * K, at)
+        self.b_proj = Linear(hidden_size, H, at)
         if config.output_gate == "full":
-            self.g_proj = Linear(hidden_size, H * K, **at)
+            self.g_proj = Linear(hidden_size, H * K, at)
         else:
-            self.g_a_proj = Linear(hidden_size, K, **at)
-            self.g_b_proj = Linear(K, H * K, **at)
-        self.o_norm = RmsNorm(K, norm_eps, **precise)
-        self.o_proj = Linear(H * K, hidden_size, **at)
+            self.g_a_proj = Linear(hidden_size, K, at)
+            self.g_b_proj = Linear(K, H * K, at)
+        self.o_norm = RmsNorm(K, norm_eps, precise)
+        self.o_proj = Linear(H * K, hidden_size, at)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, state: KdaState | None) -> tuple[Tensor, KdaState]:
         """`x`: `[T, d]`, normed. Returns the output `[T, d]` and each sequence's state after its last

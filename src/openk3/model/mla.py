@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from openk3.config import MlaConfig
-from openk3.model.layers import Linear, RmsNorm
+from openk3.model.layers import At, Linear, RmsNorm
 from openk3.model.protocols import Seams
 from openk3.model.state import MlaState
 from openk3.ops.attention import attention
@@ -22,31 +22,23 @@ class MlaAttention(nn.Module):
     """x `[T, d]` to `[T, d]`; its state is one latent of `kv_lora_rank + qk_rope_head_dim` values per
     token."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        config: MlaConfig,
-        seams: Seams,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | None,
-    ) -> None:
+    def __init__(self, hidden_size: int, config: MlaConfig, seams: Seams, at: At) -> None:
         super().__init__()
         self.config = config
         self.seams = seams
-        H, at = config.num_heads, {"dtype": dtype, "device": device}
+        H = config.num_heads
         if config.q_lora_rank is None:
-            self.q_proj = Linear(hidden_size, H * config.qk_head_dim, **at)
+            self.q_proj = Linear(hidden_size, H * config.qk_head_dim, at)
         else:
-            self.q_a_proj = Linear(hidden_size, config.q_lora_rank, **at)
-            self.q_a_layernorm = RmsNorm(config.q_lora_rank, config.latent_norm_eps, **at)
-            self.q_b_proj = Linear(config.q_lora_rank, H * config.qk_head_dim, **at)
-        self.kv_a_proj_with_mqa = Linear(hidden_size, config.kv_lora_rank + config.qk_rope_head_dim, **at)
-        self.kv_a_layernorm = RmsNorm(config.kv_lora_rank, config.latent_norm_eps, **at)
-        self.kv_b_proj = Linear(config.kv_lora_rank, H * (config.qk_nope_head_dim + config.v_head_dim), **at)
+            self.q_a_proj = Linear(hidden_size, config.q_lora_rank, at)
+            self.q_a_layernorm = RmsNorm(config.q_lora_rank, config.latent_norm_eps, at)
+            self.q_b_proj = Linear(config.q_lora_rank, H * config.qk_head_dim, at)
+        self.kv_a_proj_with_mqa = Linear(hidden_size, config.kv_lora_rank + config.qk_rope_head_dim, at)
+        self.kv_a_layernorm = RmsNorm(config.kv_lora_rank, config.latent_norm_eps, at)
+        self.kv_b_proj = Linear(config.kv_lora_rank, H * (config.qk_nope_head_dim + config.v_head_dim), at)
         if config.gated:
-            self.g_proj = Linear(hidden_size, H * config.v_head_dim, **at)
-        self.o_proj = Linear(H * config.v_head_dim, hidden_size, **at)
+            self.g_proj = Linear(hidden_size, H * config.v_head_dim, at)
+        self.o_proj = Linear(H * config.v_head_dim, hidden_size, at)
 
     def forward(
         self, x: Tensor, cu_seqlens: Tensor, state: MlaState | None, *, want_max_logit: bool

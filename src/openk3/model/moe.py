@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from openk3.config import ModelConfig, MoeConfig
 from openk3.model.ffn import GatedFfn, activation_of
-from openk3.model.layers import Linear, RmsNorm, weight
+from openk3.model.layers import At, Linear, RmsNorm, weight
 from openk3.model.protocols import ExpertWeights, Seams
 from openk3.model.record import ForwardRecord
 from openk3.ops.moe import Routing, route
@@ -27,20 +27,12 @@ class Router(nn.Module):
 
     e_score_correction_bias: Tensor
 
-    def __init__(
-        self,
-        hidden_size: int,
-        config: MoeConfig,
-        layer: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | None,
-    ) -> None:
+    def __init__(self, hidden_size: int, config: MoeConfig, layer: int, at: At) -> None:
         super().__init__()
         self.config = config
         self.layer = layer
-        self.weight = weight(config.num_experts, hidden_size, dtype=dtype, device=device)
-        bias = torch.zeros(config.num_experts, dtype=wide(dtype), device=device)
+        self.weight = weight(at, config.num_experts, hidden_size)
+        bias = torch.zeros(config.num_experts, dtype=at.precise.dtype, device=at.device)
         self.register_buffer("e_score_correction_bias", bias)
 
     def forward(self, x: Tensor, record: ForwardRecord | None) -> Routing:
@@ -77,14 +69,12 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The routed experts' weights, stacked: `w1`, `w3` `[E, F, l]`, `w2` `[E, l, F]`."""
 
-    def __init__(
-        self, config: MoeConfig, width: int, *, dtype: torch.dtype, device: torch.device | None
-    ) -> None:
+    def __init__(self, config: MoeConfig, width: int, at: At) -> None:
         super().__init__()
         E, F_ = config.num_experts, config.expert_width
-        self.w1 = weight(E, F_, width, dtype=dtype, device=device)
-        self.w3 = weight(E, F_, width, dtype=dtype, device=device)
-        self.w2 = weight(E, width, F_, dtype=dtype, device=device)
+        self.w1 = weight(at, E, F_, width)
+        self.w3 = weight(at, E, F_, width)
+        self.w2 = weight(at, E, width, F_)
 
     def forward(self) -> ExpertWeights:
         return ExpertWeights(self.w1, self.w3, self.w2)
@@ -94,32 +84,23 @@ class LatentMoe(nn.Module):
     """y = shared(x) + up(norm(sum_i p_i E_i(down(x)))): `[T, d]` to `[T, d]`. Plain MoE without a latent
     width."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        moe: MoeConfig,
-        layer: int,
-        seams: Seams,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, moe: MoeConfig, layer: int, seams: Seams, at: At) -> None:
         super().__init__()
-        d, at = config.hidden_size, {"dtype": dtype, "device": device}
+        d = config.hidden_size
         self.seams = seams
         self.activation = activation_of(config.activation)
-        self.gate = Router(d, moe, layer, **at)
+        self.gate = Router(d, moe, layer, at)
         self.latent = moe.latent_width is not None
         width = moe.latent_width or d
         if self.latent:
-            self.routed_expert_down_proj = Linear(d, width, **at)
-            self.routed_expert_up_proj = Linear(width, d, **at)
+            self.routed_expert_down_proj = Linear(d, width, at)
+            self.routed_expert_up_proj = Linear(width, d, at)
         self.normed = moe.latent_norm
         if self.normed:
-            self.routed_expert_norm = RmsNorm(width, config.rms_norm_eps, **at)
-        self.experts = Experts(moe, width, **at)
+            self.routed_expert_norm = RmsNorm(width, config.rms_norm_eps, at)
+        self.experts = Experts(moe, width, at)
         self.shared_experts = (
-            GatedFfn(d, moe.num_shared_experts * moe.expert_width, self.activation, **at)
+            GatedFfn(d, moe.num_shared_experts * moe.expert_width, self.activation, at)
             if moe.num_shared_experts
             else None
         )

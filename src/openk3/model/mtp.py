@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from openk3.config import ModelConfig
-from openk3.model.layers import Linear, RmsNorm
+from openk3.model.layers import At, Linear, RmsNorm
 from openk3.model.mla import MlaAttention
 from openk3.model.moe import LatentMoe
 from openk3.model.protocols import Seams
@@ -25,18 +25,16 @@ IGNORED = -100
 class MtpBlock(nn.Module):
     """MLA and LatentMoE with plain residuals: `[T, d]` to `[T, d]`."""
 
-    def __init__(
-        self, config: ModelConfig, seams: Seams, *, dtype: torch.dtype, device: torch.device | None
-    ) -> None:
+    def __init__(self, config: ModelConfig, seams: Seams, at: At) -> None:
         super().__init__()
         assert config.mla is not None
         assert config.moe is not None
-        d, eps, at = config.hidden_size, config.rms_norm_eps, {"dtype": dtype, "device": device}
+        d, eps = config.hidden_size, config.rms_norm_eps
         self.index = config.num_layers
-        self.input_layernorm = RmsNorm(d, eps, **at)
-        self.self_attn = MlaAttention(d, config.mla, seams, **at)
-        self.post_attention_layernorm = RmsNorm(d, eps, **at)
-        self.block_sparse_moe = LatentMoe(config, config.moe, self.index, seams, **at)
+        self.input_layernorm = RmsNorm(d, eps, at)
+        self.self_attn = MlaAttention(d, config.mla, seams, at)
+        self.post_attention_layernorm = RmsNorm(d, eps, at)
+        self.block_sparse_moe = LatentMoe(config, config.moe, self.index, seams, at)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, record: ForwardRecord | None) -> Tensor:
         attended, _, max_logit = self.self_attn(
@@ -53,16 +51,14 @@ class MtpLayer(nn.Module):
     """x_t = W_eh [norm(embedding of t) ; norm(hidden of t - 1)], then a block, then a norm for the shared
     head."""
 
-    def __init__(
-        self, config: ModelConfig, seams: Seams, *, dtype: torch.dtype, device: torch.device | None
-    ) -> None:
+    def __init__(self, config: ModelConfig, seams: Seams, at: At) -> None:
         super().__init__()
-        d, eps, at = config.hidden_size, config.rms_norm_eps, {"dtype": dtype, "device": device}
-        self.enorm = RmsNorm(d, eps, **at)
-        self.hnorm = RmsNorm(d, eps, **at)
-        self.eh_proj = Linear(2 * d, d, **at)
-        self.layer = MtpBlock(config, seams, **at)
-        self.norm = RmsNorm(d, eps, **at)
+        d, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm = RmsNorm(d, eps, at)
+        self.hnorm = RmsNorm(d, eps, at)
+        self.eh_proj = Linear(2 * d, d, at)
+        self.layer = MtpBlock(config, seams, at)
+        self.norm = RmsNorm(d, eps, at)
 
     def forward(
         self,

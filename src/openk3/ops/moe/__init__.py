@@ -27,6 +27,7 @@ def expert_ffn(
     w2: torch.Tensor,
     activation: Activation,
     *,
+    recompute: bool = True,
     implementation: Implementation | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, u_t = sum_s p_ts w2_e act(w1_e x_t, w3_e x_t).
@@ -37,11 +38,13 @@ def expert_ffn(
         plan: of the same `[T, k]` ids.
         w1, w3: `[E, F, l]` gate and up projections; w2: `[E, l, F]` down projection; x's dtype, contiguous.
         activation: the gated unit; computed in at least fp32.
+        recompute: the backward keeps the arguments and nothing else, and multiplies gate and up out again.
+            With False it keeps both, `[T k, F]` each, to save two products in eleven. Same bits either way.
         implementation: force "reference" or "eager"; there is no Triton kernel.
 
     Returns:
-        `[T, l]` in x's dtype. The sum over slots runs in at least fp32 from slot 0 on, so
-        that equal calls give equal bits. The backward keeps the arguments and nothing else.
+        `[T, l]` in x's dtype. The sum over slots runs in at least fp32, from slot 0 on: equal calls
+        give equal bits.
 
     Raises:
         InvalidInput: a shape or dtype does not fit.
@@ -50,10 +53,13 @@ def expert_ffn(
     _check(x, weights, plan, w1, w3, w2)
     match choose("expert_ffn", x, implementation, kernels=False):
         case "reference":
-            from openk3.ops.moe.reference import expert_ffn as run
+            from openk3.ops.moe import reference
+
+            return reference.expert_ffn(x, weights, plan, w1, w3, w2, activation)
         case _:
-            from openk3.ops.moe.eager import expert_ffn as run
-    return run(x, weights, plan, w1, w3, w2, activation)
+            from openk3.ops.moe import eager
+
+            return eager.expert_ffn(x, weights, plan, w1, w3, w2, activation, recompute)
 
 
 def _check(

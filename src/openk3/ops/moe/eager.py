@@ -2,8 +2,8 @@
 
     u_t = sum_s p_ts w2_e act(w1_e x_t, w3_e x_t),  e = ids_ts           (report §2.3 eq. 11)
 
-What the backward keeps is what came in: x, p, the expert weights and the plan. It gathers the rows and
-multiplies gate and up out once more, instead of holding k rows a token through the whole step.
+What the backward keeps is what came in: x, p, the expert weights and the plan. It gathers the rows again and,
+with `recompute`, multiplies gate and up out again: two products in eleven, for 2 k F numbers a token.
 
 The gradient of p needs no expert output. With A a row of act(..), Y = w2 A its output and G = dL/du_t:
 
@@ -40,10 +40,11 @@ class _ExpertFFN(torch.autograd.Function):
         w3: Tensor,  # [E, F, l]
         w2: Tensor,  # [E, l, F]
         activation: Activation,
+        recompute: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, weights, w1, w3, w2)
-        ctx.plan, ctx.activation = plan, activation
         gate, up = _gate_and_up(x.index_select(0, plan.tokens), w1, w3, plan)
+        ctx.save_for_backward(x, weights, w1, w3, w2, *(() if recompute else (gate, up)))
+        ctx.plan, ctx.activation = plan, activation
         hidden = activation.forward(gate, up)  # [R, F]
         out = rows_by_weight(hidden, w2.transpose(1, 2), plan.offsets)  # [R, l]
         return combine(out, plan, weights).to(x.dtype)
@@ -51,10 +52,10 @@ class _ExpertFFN(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, w1, w3, w2 = ctx.saved_tensors
+        x, weights, w1, w3, w2, *kept = ctx.saved_tensors
         plan: DispatchPlan = ctx.plan
         rows = x.index_select(0, plan.tokens)  # [R, l]
-        gate, up = _gate_and_up(rows, w1, w3, plan)
+        gate, up = kept or _gate_and_up(rows, w1, w3, plan)
         hidden, by_gate, by_up = ctx.activation.partials(widen(gate), widen(up))
 
         d_out = grads[0].index_select(0, plan.tokens)  # [R, l], G: p is not in it yet
@@ -72,7 +73,7 @@ class _ExpertFFN(torch.autograd.Function):
         d_rows = widen(rows_by_weight(d_gate, w1, plan.offsets))
         d_rows += rows_by_weight(d_up, w3, plan.offsets)
         d_x = combine(d_rows, plan).to(x.dtype)
-        return d_x, d_weights, None, d_w1, d_w3, d_w2, None
+        return d_x, d_weights, None, d_w1, d_w3, d_w2, None, None
 
 
 def _gate_and_up(rows: Tensor, w1: Tensor, w3: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
@@ -82,8 +83,15 @@ def _gate_and_up(rows: Tensor, w1: Tensor, w3: Tensor, plan: DispatchPlan) -> tu
 
 
 def expert_ffn(
-    x: Tensor, weights: Tensor, plan: DispatchPlan, w1: Tensor, w3: Tensor, w2: Tensor, activation: Activation
+    x: Tensor,
+    weights: Tensor,
+    plan: DispatchPlan,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    activation: Activation,
+    recompute: bool,
 ) -> Tensor:
     """See `openk3.ops.moe.expert_ffn`."""
-    out: Tensor = _ExpertFFN.apply(x, weights, plan, w1, w3, w2, activation)  # type: ignore[no-untyped-call]
+    out: Tensor = _ExpertFFN.apply(x, weights, plan, w1, w3, w2, activation, recompute)  # type: ignore[no-untyped-call]
     return out

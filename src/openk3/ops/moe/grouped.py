@@ -28,7 +28,7 @@ def rows_by_rows(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor)
 
 
 def _fits_grouped_mm(*operands: torch.Tensor) -> bool:
-    """Whether grouped_mm takes the dtype, and each operand starts and steps (unit stride apart) on 16 bytes."""
+    """Right dtype, and 16 bytes divide every start and stride except one unit stride for each operand."""
     return operands[0].dtype != torch.float64 and all(
         sum(steps * x.element_size() % 16 != 0 for steps in (x.storage_offset(), *x.stride())) <= 1
         for x in operands

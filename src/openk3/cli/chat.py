@@ -1,0 +1,50 @@
+"""`openk3 chat`: talk to a fine-tuned model on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+
+@app.command()
+def chat(
+    run: Annotated[Path, typer.Argument(help="Run folder of a fine-tuned model, or one of its checkpoints.")],
+    system: Annotated[str | None, typer.Option(help="A system message that stays first.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Most tokens of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the smallest set with this probability.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+) -> None:
+    """Talk to a model, one line at a time. /reset forgets the conversation, /quit or end of input leaves.
+
+    Example: openk3 chat runs/quickstart/finetune
+    """
+    from openk3.chat.messages import Message, encode, render
+    from openk3.cli.talking import load, write_stream
+    from openk3.model.generate import Sampling
+
+    model = load(run)
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    opening = [Message("system", system)] if system else []
+    history = list(opening)
+    interactive = sys.stdin.isatty()
+    while True:
+        if interactive:
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        question = line.strip()
+        if not line or question == "/quit":
+            return
+        if question == "/reset":
+            history = list(opening)
+            continue
+        if not question:
+            continue
+        history.append(Message("user", question))
+        answer = write_stream(model, encode(render(history), model.tokenizer), tokens, sampling)
+        history.append(Message("assistant", answer))

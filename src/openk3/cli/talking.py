@@ -1,0 +1,70 @@
+"""What `generate`, `chat` and `quickstart` share: a model with its tokenizer, and text as it comes."""
+
+from __future__ import annotations
+
+import codecs
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from openk3.chat import Tokenizer
+from openk3.chat.tokenizer import FILE_NAME
+from openk3.errors import InvalidInput
+from openk3.model import K3
+from openk3.model.generate import Sampling, generate
+from openk3.train.weights import load_model
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model that can be written to and read from in text."""
+
+    model: K3
+    tokenizer: Tokenizer
+
+    @property
+    def stop(self) -> frozenset[int]:
+        """What ends a text or an answer; <|close|> opens the framing behind an answer, which nobody reads."""
+        return frozenset({self.tokenizer.eos_id, self.tokenizer.end_of_msg_id, self.tokenizer.close_id})
+
+    @property
+    def writable(self) -> torch.Tensor:
+        """bool `[V]`: ordinary tokens and those that end; other control tokens are for prompts."""
+        allowed = torch.zeros(self.tokenizer.vocab_size, dtype=torch.bool)
+        allowed[: self.tokenizer.n_ranks] = True
+        allowed[list(self.stop)] = True
+        return allowed
+
+
+def load(run: Path) -> Speaker:
+    """The model and tokenizer of a run folder, or of one of its checkpoints.
+
+    Raises:
+        InvalidInput, CheckpointError: something of the two is missing or damaged.
+    """
+    model = load_model(run)
+    folders = [folder for folder in (run, *run.parents[:2]) if (folder / FILE_NAME).is_file()]
+    if not folders:
+        raise InvalidInput(f"{run}: no {FILE_NAME} in it or above it; is it a run folder?")
+    tokenizer = Tokenizer.load(folders[0])
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise InvalidInput(
+            f"{run}: the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}"
+        )
+    return Speaker(model, tokenizer)
+
+
+def write_stream(speaker: Speaker, prompt: list[int], most: int, sampling: Sampling) -> str:
+    """Print the continuation of `prompt` as it comes, in whole characters, and end the line; returns it."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    tokens = generate(
+        speaker.model, prompt, most, sampling=sampling, stop=speaker.stop, allowed=speaker.writable
+    )
+    written = []
+    for token in tokens:
+        written.append(decoder.decode(speaker.tokenizer.decode_bytes([token])))
+        print(written[-1], end="", flush=True)
+    written.append(decoder.decode(b"", final=True))
+    print(written[-1], flush=True)
+    return "".join(written)

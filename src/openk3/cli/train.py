@@ -1,0 +1,55 @@
+"""`openk3 train`: a recipe into a run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from openk3.cli.progress import TerminalProgress
+from openk3.train.loop import RunResult, run
+from openk3.train.recipes import load_recipe, parse_overrides, recipe_names
+
+app = typer.Typer()
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(
+    context: typer.Context,
+    recipe: Annotated[
+        str, typer.Argument(help=f"Recipe of the package ({', '.join(recipe_names())}) or a TOML file.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder; by default runs/ and the recipe's name.")
+    ] = None,
+    init_from: Annotated[
+        Path | None,
+        typer.Option(help="Start from the weights of this run or checkpoint, not from new ones."),
+    ] = None,
+) -> None:
+    """Train a model. An interrupted run goes on by itself when it is started again.
+
+    Every field of the recipe can be set after it, by its dotted name:
+
+    openk3 train nano --optim.lr 2e-3 --model.attn_res.kind none --train.steps 500 --out runs/plain
+    """
+    config = load_recipe(recipe, parse_overrides(context.args))
+    folder = out or Path("runs") / Path(recipe).stem
+    with TerminalProgress() as progress:
+        result = run(config, folder, init_from=init_from, progress=progress)
+    _print_summary(result)
+
+
+def _print_summary(result: RunResult) -> None:
+    console, last = Console(highlight=False), result.last
+    measured = f"loss {last['loss']:.3f}"
+    if "bits_per_byte" in last:
+        measured += (
+            f", validation {last['val_loss']:.3f} nats per token, {last['bits_per_byte']:.3f} bits per byte"
+        )
+    console.print(
+        f"{last['step']:,} steps, {last['tokens']:,} tokens in {last['seconds']:,.0f} s: {measured}"
+    )
+    console.print(f"everything is in {result.folder}; see it with: openk3 report {result.folder}")

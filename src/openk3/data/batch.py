@@ -1,0 +1,31 @@
+"""What the model is fed: packed tokens with their targets and the borders between sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+IGNORED = -100  # a target that carries no loss
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Packed sequences of one micro-batch, T tokens in N sequences.
+
+    Attributes:
+        tokens: int64 `[T]`.
+        targets: int64 `[T]`, the next token of the same document, -100 where there is nothing to learn.
+        cu_seqlens: int32 `[N+1]`; sequence i is `tokens[cu_seqlens[i]:cu_seqlens[i+1]]`.
+        token_mask: bool `[T]`, False for padding; None if there is none.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    cu_seqlens: torch.Tensor
+    token_mask: torch.Tensor | None = None
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on another device."""
+        mask = None if self.token_mask is None else self.token_mask.to(device)
+        return Batch(self.tokens.to(device), self.targets.to(device), self.cu_seqlens.to(device), mask)

@@ -1,0 +1,77 @@
+"""Which gated unit a feed-forward network uses, as one small value that config, dense FFN and experts share.
+
+Knows the three units of report §2.3.2 (figure 4); knows nothing of projections, routing or devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from openk3.errors import InvalidInput
+from openk3.ops.dispatch import Implementation
+from openk3.ops.glu import glu, swiglu
+from openk3.ops.glu.eager import glu_forward, glu_partials, swiglu_forward, swiglu_partials
+from openk3.ops.situ import situ_glu
+from openk3.ops.situ.eager import situ_forward, situ_partials
+
+Kind = Literal["situ", "swiglu", "glu"]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A gated unit act(gate) * up.
+
+    kind: "situ" (K3, eq. 12), "swiglu" (silu(gate) * up) or "glu" (sigmoid(gate) * up).
+    gate_cap, up_cap: the caps of "situ" (beta_1, beta_2 of eq. 12); the other kinds ignore them.
+    """
+
+    kind: Kind = "situ"
+    gate_cap: float = 4.0
+    up_cap: float = 25.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise InvalidInput(f"Activation: kind is {self.kind!r}; it must be one of {get_args(Kind)}")
+        if not (self.gate_cap > 0 and self.up_cap > 0):
+            raise InvalidInput(
+                f"Activation: caps must be positive, got gate_cap={self.gate_cap}, up_cap={self.up_cap}"
+            )
+
+    def __call__(
+        self, gate: torch.Tensor, up: torch.Tensor, *, implementation: Implementation | None = None
+    ) -> torch.Tensor:
+        """`[..., F]` twice -> `[..., F]` in their dtype, with autograd; the backward keeps the two inputs."""
+        match self.kind:
+            case "situ":
+                return situ_glu(
+                    gate, up, gate_cap=self.gate_cap, up_cap=self.up_cap, implementation=implementation
+                )
+            case "swiglu":
+                return swiglu(gate, up, implementation=implementation)
+            case "glu":
+                return glu(gate, up, implementation=implementation)
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """The same without autograd, for those who write their own backward."""
+        match self.kind:
+            case "situ":
+                return situ_forward(gate, up, self.gate_cap, self.up_cap)
+            case "swiglu":
+                return swiglu_forward(gate, up)
+            case "glu":
+                return glu_forward(gate, up)
+
+    def partials(
+        self, gate: torch.Tensor, up: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(out, d out / d gate, d out / d up), each `[..., F]` in the inputs' dtype."""
+        match self.kind:
+            case "situ":
+                return situ_partials(gate, up, self.gate_cap, self.up_cap)
+            case "swiglu":
+                return swiglu_partials(gate, up)
+            case "glu":
+                return glu_partials(gate, up)

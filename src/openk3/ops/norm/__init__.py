@@ -1,0 +1,120 @@
+"""RMSNorm, sigmoid-gated RMSNorm (report §2.1.1 eq. 6) and the L2 norm of KDA's queries and keys.
+
+Each normalises the last axis in at least fp32 and keeps its inputs and one scalar a row for the backward.
+Which layer uses which eps is the model's business.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from openk3.errors import InvalidInput
+from openk3.ops.dispatch import Implementation, choose
+
+__all__ = ["gated_rms_norm", "l2_norm", "rms_norm"]
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    implementation: Implementation | None = None,
+) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, over the last axis.
+
+    Args:
+        x: `[..., d]`, floating.
+        weight: gain `[d]`, floating (its dtype may differ from x's), or None for no gain.
+        eps: added to the mean square; positive (1e-5 in the release, 1e-6 in the MLA latents).
+        implementation: force "reference" or "eager"; by default the fastest for the device.
+
+    Returns:
+        `[..., d]` in x's dtype.
+
+    Raises:
+        InvalidInput: x has no axis, weight is not `[d]`, or eps is not positive.
+        KernelUnavailable: the forced implementation cannot run here.
+    """
+    _check("rms_norm", x, weight, eps)
+    match choose("rms_norm", x, implementation, kernels=False):
+        case "reference":
+            from openk3.ops.norm.reference import rms_norm as run
+        case _:
+            from openk3.ops.norm.eager import rms_norm as run
+    return run(x, weight, eps)
+
+
+def gated_rms_norm(
+    x: torch.Tensor,
+    gate_logits: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    implementation: Implementation | None = None,
+) -> torch.Tensor:
+    """RMSNorm(x) * weight * sigmoid(gate_logits): the output gate of KDA (report §2.1.1 eq. 6).
+
+    Args:
+        x: `[..., V]`, floating.
+        gate_logits: `[..., V]`, the gate before its sigmoid; same shape, its dtype may differ from x's.
+        weight: gain `[V]`.
+        eps: as in `rms_norm`.
+        implementation: as in `rms_norm`.
+
+    Returns:
+        `[..., V]` in x's dtype.
+
+    Raises:
+        InvalidInput: as in `rms_norm`, or gate_logits has another shape than x.
+        KernelUnavailable: the forced implementation cannot run here.
+    """
+    _check("gated_rms_norm", x, weight, eps)
+    if gate_logits.shape != x.shape:
+        raise InvalidInput(
+            f"gated_rms_norm: gate_logits is {tuple(gate_logits.shape)}, must be {tuple(x.shape)} as x"
+        )
+    match choose("gated_rms_norm", x, implementation, kernels=False):
+        case "reference":
+            from openk3.ops.norm.reference import gated_rms_norm as run
+        case _:
+            from openk3.ops.norm.eager import gated_rms_norm as run
+    return run(x, gate_logits, weight, eps)
+
+
+def l2_norm(
+    x: torch.Tensor, eps: float = 1e-6, *, implementation: Implementation | None = None
+) -> torch.Tensor:
+    """x / sqrt(sum(x^2) + eps), over the last axis: KDA's queries and keys (report §2.1.1).
+
+    Args:
+        x: `[..., K]`, floating.
+        eps: added to the sum of squares; positive (1e-6 in the release).
+        implementation: as in `rms_norm`.
+
+    Returns:
+        `[..., K]` in x's dtype, each row of length at most 1.
+
+    Raises:
+        InvalidInput: x has no axis, or eps is not positive.
+        KernelUnavailable: the forced implementation cannot run here.
+    """
+    _check("l2_norm", x, None, eps)
+    match choose("l2_norm", x, implementation, kernels=False):
+        case "reference":
+            from openk3.ops.norm.reference import l2_norm as run
+        case _:
+            from openk3.ops.norm.eager import l2_norm as run
+    return run(x, eps)
+
+
+def _check(operator: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
+    if x.dim() == 0 or not x.is_floating_point():
+        raise InvalidInput(f"{operator}: x must be floating [..., d], got {tuple(x.shape)} {x.dtype}")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise InvalidInput(
+            f"{operator}: weight is {tuple(weight.shape)}, x is {tuple(x.shape)}; "
+            f"weight must be ({x.shape[-1]},)"
+        )
+    if not eps > 0:
+        raise InvalidInput(f"{operator}: eps must be positive, got {eps}")

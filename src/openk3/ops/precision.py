@@ -1,0 +1,15 @@
+"""The house rule for half precisions: compute in at least fp32. Shared by the operators, knows none."""
+
+from __future__ import annotations
+
+import torch
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute in: float32 for half precisions; float32 and float64 stay what they are."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    """`x` in its compute dtype; no copy when it is there already."""
+    return x.to(wide(x.dtype))

@@ -1,0 +1,65 @@
+"""Between two steps: the next bias from the counts of the last one.
+
+Vectors of E numbers, no tokens. Every rank calls these on the same all-reduced counts and gets the same bias.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from openk3.errors import InvalidInput
+from openk3.ops.quantile_balance.bins import bin_range
+
+
+def bias_from_histogram(histogram: torch.Tensor, bias: torch.Tensor, k: int) -> torch.Tensor:
+    """The k/E quantile of each expert's required biases, mean-centred (report Appendix D).
+
+    Picks the bin in which the cumulative count first reaches ceil(q), q = m k / E with m the pooled number
+    of tokens, and interpolates inside it. The result (before centring) and the ceil(q)-th smallest required
+    bias lie in one bin.
+
+    Args:
+        histogram: `[E, bins]` int64, summed over micro-batches and ranks.
+        bias: `[E]` the routing bias of that step: it fixes the bins.
+        k: experts per token, 1 <= k < E.
+
+    Returns:
+        `[E]` in bias's dtype; bias itself, bit for bit, when nothing was counted.
+    """
+    E, bins = histogram.shape
+    if bias.shape != (E,) or not 1 <= k < E:
+        raise InvalidInput(f"bias_from_histogram: {E} experts, bias {tuple(bias.shape)}, k = {k}; want k < E")
+    low, width = (x.double() for x in bin_range(bias, bins))
+    cumulative = histogram.cumsum(1)
+    assigned = cumulative[:, -1:] * k  # q E, whole
+    target = (assigned + E - 1) // E  # ceil(q)
+    chosen = (cumulative < target).sum(1, keepdim=True).clamp(max=bins - 1)
+    inside = histogram.gather(1, chosen)
+    before = cumulative.gather(1, chosen) - inside
+    # The chosen bin is empty only if its whole row is: that expert keeps what it had.
+    fraction = ((assigned.double() / E - before) / inside.clamp(min=1)).clamp(0, 1)
+    estimate = (low + (chosen + fraction) * width).squeeze(1)
+    estimate = torch.where(inside.squeeze(1) > 0, estimate, bias.double())
+    centred = (estimate - estimate.mean()).to(bias.dtype)
+    return torch.where(cumulative[:, -1].any(), centred, bias)
+
+
+def sign_update(bias: torch.Tensor, load: torch.Tensor, step: float) -> torch.Tensor:
+    """The rule that QB replaces: b + step sign(mean load - load), `load [E]` int64 (report §2.3.3).
+
+    It is a sign-descent step on the dual whose exact minimiser per expert QB takes (eq. 27).
+    """
+    short = load.sum() - load * load.numel()  # E times too few, whole: the sign is exact
+    return bias + step * short.sign().to(bias.dtype)
+
+
+def average_bias(average: torch.Tensor, bias: torch.Tensor, updates: int, decay: float) -> torch.Tensor:
+    """Exponential moving average of centred biases, `[E]` each: less noise of sampling (Appendix D).
+
+    `updates` is how many biases the average holds already. The first is taken whole and the next weigh 2/3,
+    2/4, ... down to 1 - decay: no slow start from zero when balance is needed most, and what was found at the
+    cut-offs of an unbalanced router fades soon. Averages of centred biases stay centred.
+    """
+    if not 0 <= decay < 1:
+        raise InvalidInput(f"average_bias: decay is {decay}; want 0 <= decay < 1")
+    return average.lerp(bias, max(1 - decay, 2 / (updates + 2)))

@@ -1,0 +1,45 @@
+"""The balance bias of every router, set once per step from what the whole step counted (report §2.3.3).
+
+The bias changes here and nowhere else: between two applied updates, never in evaluation. Its average needs no
+state of its own: the bias that routes is the average. Counts are global before they come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from openk3.model import K3
+from openk3.model.moe import Router
+from openk3.ops.quantile_balance import average_bias, bias_from_histogram, sign_update
+
+Tensor = torch.Tensor
+
+
+def routers(model: K3) -> dict[int, Router]:
+    """Every router by its layer (0-based), the MTP layer's included, as `ForwardRecord` keys them."""
+    return {module.layer: module for module in model.modules() if isinstance(module, Router)}
+
+
+@torch.no_grad()
+def update_biases(
+    model: K3, load: Mapping[int, Tensor], histogram: Mapping[int, Tensor], updates: int
+) -> None:
+    """Set the bias of each router that counted, for the next step.
+
+    Args:
+        load: int64 `[E]` by layer, tokens per expert in the step.
+        histogram: int64 `[E, bins]` by layer, counts of the required bias; of routers that QB balances.
+        updates: how many times the biases were set before.
+    """
+    for layer, router in routers(model).items():
+        bias, config = router.e_score_correction_bias, router.config
+        match config.balancing:
+            case "qb" if layer in histogram:
+                wanted = bias_from_histogram(histogram[layer], bias, config.experts_per_token)
+                bias.copy_(average_bias(bias, wanted, updates, config.qb_ema))
+            case "sign" if layer in load:
+                bias.copy_(sign_update(bias, load[layer], config.sign_step))
+            case _:
+                pass

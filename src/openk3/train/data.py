@@ -1,0 +1,131 @@
+"""From `TrainConfig.data` to what a run reads: a stream of samples, held-out documents, their tokenizer."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from openk3.chat import Tokenizer
+from openk3.chat.messages import example
+from openk3.config import digest
+from openk3.data import (
+    Example,
+    Examples,
+    Mixture,
+    TokenDataset,
+    TokenSplit,
+    Windows,
+    load_recipe,
+    open_dataset,
+    prepare,
+)
+from openk3.data.debian import default_cache
+from openk3.data.loader import Stream
+from openk3.errors import InvalidInput
+from openk3.train.config import CorpusData, GivenData, SftData, ShardsData, TrainConfig
+
+Preparing = Callable[[str, int, int], None]
+"""Called with (stage, done, total) while a corpus is prepared."""
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What a run reads. `validation` may be empty; `tokenizer` is kept in the run folder, if there is one."""
+
+    stream: Stream
+    validation: tuple[TokenSplit, ...] = ()
+    tokenizer: Tokenizer | None = None
+
+
+def open_data(config: TrainConfig, preparing: Preparing) -> TrainingData:
+    """Open (and on first use prepare) the data of a run.
+
+    Raises:
+        InvalidInput: a folder or file is missing, wrong or empty, or its vocabulary is not the model's.
+    """
+    match config.data:
+        case CorpusData() as corpus:
+            folder = _prepared(corpus, config.model.vocab_size, preparing)
+            return _mixture({folder: 1.0}, config)
+        case ShardsData(sources=sources):
+            weights = {source.folder: source.weight for source in sources}
+            if len(weights) < len(sources):
+                raise InvalidInput(
+                    f"data.sources: a folder stands twice in {[str(s.folder) for s in sources]}"
+                )
+            return _mixture(weights, config)
+        case SftData() as sft:
+            return _exchanges(sft, config)
+        case GivenData():
+            raise InvalidInput("data.kind is 'given': pass the data to openk3.train.run(..., data=...)")
+
+
+def _prepared(corpus: CorpusData, vocab_size: int, preparing: Preparing) -> Path:
+    """The folder of a prepared corpus; its name tells corpora, vocabularies and Python versions apart."""
+    recipe = load_recipe(corpus.recipe)
+    tokenizer = Tokenizer.load(corpus.tokenizer) if corpus.tokenizer else vocab_size
+    of_tokenizer = str(vocab_size) if isinstance(tokenizer, int) else tokenizer.sha256
+    key = sha256(f"{digest(recipe)} {of_tokenizer} {platform.python_version()}".encode()).hexdigest()[:12]
+    folder = (corpus.cache or default_cache()) / "corpora" / f"{recipe.name}-{vocab_size}-{key}"
+    if not folder.exists():
+        prepare(recipe, folder, tokenizer=tokenizer, progress=preparing)
+    return folder
+
+
+def _mixture(weights: dict[Path, float], config: TrainConfig) -> TrainingData:
+    vocab = config.model.vocab_size
+    datasets: dict[Path, TokenDataset] = {f: open_dataset(f, vocab_size=vocab) for f in weights}
+    first, *others = datasets.values()
+    for other in others:
+        if other.manifest.tokenizer_sha256 != first.manifest.tokenizer_sha256:
+            raise InvalidInput(
+                f"data.sources: {first.folder} and {other.folder} were made with different tokenizers; "
+                "prepare both with the same one"
+            )
+    context, seed = config.train.context, config.train.seed
+    streams: dict[str, Stream] = {
+        f"{number}-{folder.name}": Windows(dataset.train, context, seed)
+        for number, (folder, dataset) in enumerate(datasets.items())
+    }
+    stream: Stream = next(iter(streams.values()))
+    if others:
+        stream = Mixture(streams, dict(zip(streams, weights.values(), strict=True)))
+    return TrainingData(stream, tuple(d.validation for d in datasets.values()), first.tokenizer)
+
+
+def _exchanges(sft: SftData, config: TrainConfig) -> TrainingData:
+    tokenizer = Tokenizer.load(sft.tokenizer)
+    if tokenizer.vocab_size != config.model.vocab_size:
+        raise InvalidInput(
+            f"{sft.tokenizer} has a vocabulary of {tokenizer.vocab_size}, the model {config.model.vocab_size}"
+        )
+    if not sft.file.is_file():
+        raise InvalidInput(f"{sft.file}: no such file")
+    examples = []
+    for number, line in enumerate(sft.file.read_bytes().splitlines(), start=1):
+        examples.append(Example(*example(*_exchange(line, f"{sft.file}: line {number}"), tokenizer)))
+    if not examples:
+        raise InvalidInput(f"{sft.file}: holds no examples")
+    stream = Examples(
+        examples,
+        config.train.context,
+        config.train.seed,
+        pad_id=tokenizer.pad_id,
+        too_long=sft.too_long,
+    )
+    return TrainingData(stream, tokenizer=tokenizer)
+
+
+def _exchange(line: bytes, where: str) -> tuple[str, str]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise InvalidInput(f"{where}: not JSON in UTF-8: {error}") from None
+    match row:
+        case {"question": str(question), "answer": str(answer)}:
+            return question, answer
+    raise InvalidInput(f"{where}: needs the strings 'question' and 'answer'")
