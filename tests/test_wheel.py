@@ -55,18 +55,15 @@ def run(installed: Path, empty: Path, *words: str) -> str:
     return succeed([installed / words[0], *words[1:]], cwd=empty, env=environment)
 
 
-def test_the_wheel_carries_types_and_recipes_and_no_tests(wheel):
+def test_the_wheel_carries_the_whole_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert "openk3/py.typed" in names
-    recipes = {
-        Path(name).name for name in names if name.startswith("openk3/recipes/") and name.endswith(".toml")
-    }
-    assert recipes == {path.name for path in (ROOT / "src" / "openk3" / "recipes").glob("*.toml")} != set()
+    package = {name for name in names if name.startswith("openk3/")}
+    source = ROOT / "src"
+    files = [path for path in (source / "openk3").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert package == {str(path.relative_to(source)) for path in files}
+    assert {"openk3/py.typed", "openk3/recipes/nano.toml"} <= package
+    assert {name.partition("/")[0].rpartition(".")[-1] for name in set(names) - package} == {"dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert {name.partition("/")[0] for name in names} - {"openk3"} == {
-        next(name for name in names if name.endswith(".dist-info/METADATA")).partition("/")[0]
-    }
-    assert not [name for name in names if "test" in name]
 
 
 def test_the_command_and_the_package_are_those_of_the_wheel(installed, empty):
@@ -79,6 +76,16 @@ def test_parameters_are_counted_from_an_empty_folder(installed, empty):
     counts = json.loads(run(installed, empty, "openk3", "params", "nano", "--json"))
     assert counts["total"] > counts["active"] > counts["active_non_embedding"] > 0
     assert run(installed, empty, "openk3", "params", "nano").count("total") >= 2
+
+
+def test_recipes_are_found_by_name_from_an_empty_folder(installed, empty):
+    code = """
+from openk3.data.recipe import load_recipe as corpus, recipe_names as corpora
+from openk3.train.recipes import load_recipe, recipe_names
+print(*[name for name in recipe_names() if load_recipe(name)], *[name for name in corpora() if corpus(name)])
+"""
+    found = set(run(installed, empty, "python", "-c", code).split())
+    assert found == {path.stem for path in ROOT.glob("src/openk3/**/recipes/*.toml")} != set()
 
 
 def test_the_version_is_the_one_of_the_metadata(installed, empty):

@@ -1,4 +1,4 @@
-"""KDA: chunks against the recurrence in float64, and what packing, splitting and extreme gates may not change."""
+"""KDA: chunks against the recurrence in float64; what packing, splitting and extreme gates may not change."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def results(run, inputs: Tensors) -> Tensors:
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     o, final_state = run(**leaves)
     seed = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=seed, dtype=torch.float64).to(x.dtype) for x in (o, final_state)]
+    weights = [
+        torch.randn(x.shape, generator=seed, dtype=torch.float64).to(x.dtype) for x in (o, final_state)
+    ]
     gradients = torch.autograd.grad([o, final_state], list(leaves.values()), weights)
     return {"o": o, "final_state": final_state, **dict(zip(leaves, gradients, strict=True))}
 
@@ -130,23 +132,21 @@ def test_gradcheck_of_the_cpu_path(gate):
 
 
 @settings(max_examples=15, deadline=None)
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4), chunk_size=st.integers(1, 40))
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(sum), chunk_size=st.integers(1, 40)
+)
 def test_packed_equals_one_by_one(lengths, chunk_size):
-    inputs = draw(lengths, "mixed")
-    together = results(on(lengths, chunk_size=chunk_size), inputs)
-    parts = {name: x.split(1 if name == "initial_state" else lengths) for name, x in inputs.items()}
-
-    def one_by_one(**_):
-        alone = [
-            on([length], chunk_size=chunk_size)(**{name: leaves[name][n] for name in leaves})
-            for n, length in enumerate(lengths)
-        ]
+    def one_by_one(initial_state, **tokens):
+        parts = zip(
+            lengths, initial_state.split(1), *(x.split(lengths) for x in tokens.values()), strict=True
+        )
+        alone = [on([length], chunk_size=chunk_size)(*own, state) for length, state, *own in parts]
         return tuple(torch.cat(x) for x in zip(*alone, strict=True))
 
-    leaves = {name: [x.detach().clone().requires_grad_() for x in xs] for name, xs in parts.items()}
-    o, final_state = one_by_one()
-    assert relative_error(together["o"], o) < 1e-12
-    assert relative_error(together["final_state"], final_state) < 1e-12
+    inputs = draw(lengths, "mixed")
+    assert_agree(
+        results(on(lengths, chunk_size=chunk_size), inputs), results(one_by_one, inputs), limit=1e-12
+    )
 
 
 def test_a_sequence_never_meets_another_not_even_its_nans():
@@ -214,23 +214,27 @@ def test_a_step_leaves_the_given_state_alone():
     assert torch.equal(state, kept)
 
 
-@every_gate
+@pytest.mark.parametrize(
+    "gate", ["mixed", "open", *(pytest.param(gate, marks=pytest.mark.slow) for gate in ("shut", "unbounded"))]
+)
 def test_fp32_stays_near_float64_over_4096_tokens(gate):
     inputs = draw([4096], gate, H=1, K=32, V=32, dtype=torch.float32)
     exact = {name: x.double() for name, x in inputs.items()}
     oracle = results(on([4096], implementation="reference"), exact)
-    assert_agree(results(on([4096], implementation="eager"), inputs), oracle, limit=5e-6)
+    assert_agree(results(on([4096], implementation="eager"), inputs), oracle, limit=2e-6)
 
 
 def test_the_gradient_of_a_nearly_closed_gate_keeps_its_digits_in_every_element():
-    """exp(-12) leaves a ten-thousandth of the pairs' gradients, far above fp32's rounding of those that cancel
-    only if they are never added up: a reverse cumulative sum has an error near 1 here.
+    """A reverse cumulative sum over the chunk, the usual way, is wrong by a fifth here (measured): it takes
+    small sums as differences of large ones.
     """
     inputs = draw([128], "mixed", K=32, V=32, dtype=torch.float32)
-    inputs["g"] = -12 - inputs["g"].abs()
+    inputs["g"] = -8 - inputs["g"].abs()
     exact = {name: x.double() for name, x in inputs.items()}
     oracle = results(on([128], implementation="reference"), exact)["g"]
-    assert worst_element(results(on([128], chunk_size=64), inputs)["g"], oracle) < 1e-4
+    actual = results(on([128], chunk_size=64, implementation="eager"), inputs)["g"]
+    by_channel = actual.permute(1, 2, 0), oracle.permute(1, 2, 0)  # [H, K, T]: neighbours are tokens
+    assert worst_element(*by_channel) < 1e-5
 
 
 def test_equal_keys_that_are_never_forgotten_keep_their_digits():
@@ -252,7 +256,9 @@ def test_half_precision_is_computed_and_kept_in_fp32():
         actual = results(on([100, 60], implementation=implementation), inputs)
         assert actual["o"].dtype == torch.bfloat16
         assert relative_error(actual["final_state"], oracle["final_state"]) < 1e-6
-        assert {n: x.dtype for n, x in actual.items() if n in inputs} == {n: x.dtype for n, x in inputs.items()}
+        assert {n: x.dtype for n, x in actual.items() if n in inputs} == {
+            n: x.dtype for n, x in inputs.items()
+        }
         assert_agree(actual, oracle, limit=4e-3)
 
 
@@ -283,13 +289,6 @@ def test_inference_keeps_nothing():
         assert kept_by(lambda: on([70, 10])(**draw([70, 10], "mixed"))) == []
 
 
-def test_a_second_derivative_is_refused():
-    inputs = {name: x.requires_grad_() for name, x in draw([4], "mixed").items()}
-    (d_q,) = torch.autograd.grad(on([4])(**inputs)[0].sum(), [inputs["q"]], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        d_q.sum().backward()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -312,7 +311,9 @@ def test_bad_input_is_named(change, message):
 
 def test_a_step_names_a_state_that_does_not_fit():
     inputs = draw([1, 1], "mixed", state=False)
-    with pytest.raises(InvalidInput, match=r"kda_step: state must be .* = \(2, 2, 5, 6\).*got \(2, 2, 6, 5\)"):
+    with pytest.raises(
+        InvalidInput, match=r"kda_step: state must be .* = \(2, 2, 5, 6\).*got \(2, 2, 6, 5\)"
+    ):
         kda_step(*inputs.values(), torch.zeros(2, 2, 6, 5))
 
 

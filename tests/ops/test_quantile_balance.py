@@ -238,6 +238,15 @@ def test_values_on_and_beyond_the_ends_of_the_range_fall_into_the_outer_bins():
     assert (histogram.sum(1) == 4).all()
 
 
+@pytest.mark.parametrize("implementation", ["reference", "eager"])
+def test_a_value_on_a_border_belongs_to_the_bin_above(implementation):
+    scores = torch.tensor([[0.5, 0.75]])
+    histogram = required_bias_histogram(
+        scores, torch.tensor([0.5]), torch.zeros(2), bins=8, implementation=implementation
+    )
+    assert histogram.argmax(1).tolist() == [4, 3]  # required 0 and -0.25 of [-1, 1] in eighths
+
+
 def test_a_diverged_token_does_not_break_the_count():
     scores = torch.full((3, 4), torch.nan)
     histogram = required_bias_histogram(scores, scores[:, 0], torch.zeros(4))

@@ -14,7 +14,6 @@ from openk3.model import K3
 from openk3.optim import RULES, OptimConfig, assign, describe
 from openk3.optim.rules import Rule, Split
 
-
 SHAPES = {name: tuple(p.shape) for name, p in parameters(tiny_config()).items()}
 
 
@@ -54,9 +53,9 @@ def test_attention_projections_are_cut_at_their_heads():
 
 def test_experts_are_matrices_and_the_rest_is_whole():
     of = treatments()
-    assert of["layers.1.block_sparse_moe.experts.w1"].split == Split(5, (18,))
-    assert of["layers.1.block_sparse_moe.experts.w2"].split == Split(5, (22,))
-    assert of["layers.1.block_sparse_moe.gate.weight"].split == Split(1, (5,))
+    assert of["layers.1.block_sparse_moe.experts.w1"].split == Split(25, (18,))
+    assert of["layers.1.block_sparse_moe.experts.w2"].split == Split(25, (22,))
+    assert of["layers.1.block_sparse_moe.gate.weight"].split == Split(1, (25,))
     assert of["layers.0.self_attn.o_proj.weight"].split == Split(1, (40,))
     assert of["layers.3.self_attn.kv_a_proj_with_mqa.weight"].split == Split(1, (26,))
     assert of["mtp.eh_proj.weight"].split == Split(1, (40,))

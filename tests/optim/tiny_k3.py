@@ -11,7 +11,7 @@ MLA_LAYER = 3  # 0-based; the tiny model's only MLA layer beside the MTP layer
 
 
 def tiny_config(*, q_lora_rank: int | None = None, low_rank_gate: bool = False) -> ModelConfig:
-    """Every kind of parameter, sizes that do not divide each other, and none a multiple of 16."""
+    """Every kind of parameter, sizes that are no multiples of 16, more experts than rows in one."""
     return ModelConfig(
         vocab_size=50,
         hidden_size=40,
@@ -25,7 +25,7 @@ def tiny_config(*, q_lora_rank: int | None = None, low_rank_gate: bool = False) 
             qk_rope_head_dim=6,
             v_head_dim=14,
         ),
-        moe=MoeConfig(num_experts=5, experts_per_token=2, expert_width=18, latent_width=22),
+        moe=MoeConfig(num_experts=25, experts_per_token=2, expert_width=18, latent_width=22),
         dense_width=52,
         attn_res=AttnResConfig(block_size=2),
         mtp_layers=1,

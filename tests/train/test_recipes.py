@@ -59,7 +59,14 @@ def test_a_resolved_recipe_round_trips_where_absent_and_infinite_values_matter(r
 
 
 def test_fields_from_the_command_line_are_read_as_the_field_types(recipe):
-    words = ["--optim.lr", "2e-3", "--train.recompute", "--model.moe.num_experts=8", "--optim.betas", "[0.8, 0.9]"]
+    words = [
+        "--optim.lr",
+        "2e-3",
+        "--train.recompute",
+        "--model.moe.num_experts=8",
+        "--optim.betas",
+        "[0.8, 0.9]",
+    ]
     config = load_recipe(recipe(), parse_overrides([*words, "--train.micro-batch-tokens", "1024"]))
     assert config.optim.lr == 2e-3
     assert config.train.recompute is True

@@ -127,9 +127,9 @@ class ModelConfig(StrictModel):
     num_layers: PositiveInt
     mla_layers: tuple[int, ...] | None = None
     """1-based layers with MLA; None is the report's pattern: every fourth, and the last."""
-    kda: KdaConfig | None
-    mla: MlaConfig | None
-    moe: MoeConfig | None
+    kda: KdaConfig | None = None
+    mla: MlaConfig | None = None
+    moe: MoeConfig | None = None
     dense_layers: int = Field(default=1, ge=0)
     """Leading layers with a dense feed-forward network; the others are MoE (all are dense without `moe`)."""
     dense_width: PositiveInt

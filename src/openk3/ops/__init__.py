@@ -1,1 +1,1 @@
-"""Pure functions on tensors, one folder per operator: reference (the equation), eager (PyTorch), kernels (GPU)."""
+"""Pure functions on tensors, a folder for each: reference (the equation), eager (PyTorch), kernels (GPU)."""

@@ -1,4 +1,4 @@
-"""The one layout of tokens: packed sequences and their offsets (see "One layout for tokens" in the design).
+"""The one layout of tokens: packed sequences and their offsets (docs/structure.md).
 
 Knows what a valid `cu_seqlens` is and how to read it on the host; knows no operator.
 """

@@ -6,10 +6,12 @@ memory, the place in the data, random generators and counters. What is not saved
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from openk3.checkpoint.rng import capture_rng, restore_rng
@@ -121,13 +123,20 @@ def decisive(config: TrainConfig) -> dict[str, Any]:
 
 
 def _fill(model: K3, config: TrainConfig, init_from: str | Path | None) -> None:
-    torch.manual_seed(config.train.seed)
+    _seed_generators(config.train.seed)
     if init_from is not None:
         initialise_from(model, init_from)
         return
     initialise(model, config.train.seed)
     if findings := check(model):
         raise InvalidInput(f"initial weights are wrong: {'; '.join(findings)}")
+
+
+def _seed_generators(seed: int) -> None:
+    """The global generators, which a checkpoint carries on. Nothing of ours draws from them; a caller's may."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def _device(config: TrainConfig) -> torch.device:

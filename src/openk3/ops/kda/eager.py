@@ -64,7 +64,8 @@ class _Kda(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
-        saved, kept = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        tensors = ctx.saved_tensors  # read once: under recompute a second look is an error
+        saved, kept = tensors[:5], tensors[5:]
         inputs = _by_row(*saved)
         (d_o,) = _by_row(d_o)
         grads = [torch.empty_like(x) for x in inputs]

@@ -22,15 +22,15 @@ def kda(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """S <- (I - beta k k^T) Diag(exp g) S + beta k v^T;  o = scale S^T q. See `openk3.ops.kda.kda`."""
     out_dtype = v.dtype
-    q, k, v, g, beta = (x.to(initial_state.dtype) for x in (q, k, v, g, beta))
+    tokens = list(zip(*(x.to(initial_state.dtype).unbind() for x in (q, k, v, g, beta)), strict=True))
     outputs, finals = [], []
     for n, (start, end) in enumerate(pairwise(bounds)):
         S = initial_state[n].mT  # [H, K, V]
-        for t in range(start, end):
-            S = g[t].exp()[..., None] * S
-            error = v[t] - torch.einsum("hkv,hk->hv", S, k[t])
-            S = S + torch.einsum("h,hk,hv->hkv", beta[t], k[t], error)
-            outputs.append(scale * torch.einsum("hkv,hk->hv", S, q[t]))
+        for q_t, k_t, v_t, g_t, beta_t in tokens[start:end]:
+            S = g_t.exp()[..., None] * S
+            error = v_t - torch.einsum("hkv,hk->hv", S, k_t)
+            S = S + torch.einsum("h,hk,hv->hkv", beta_t, k_t, error)
+            outputs.append(scale * torch.einsum("hkv,hk->hv", S, q_t))
         finals.append(S.mT)
     o = torch.stack(outputs) if outputs else torch.zeros_like(v)
     final_state = torch.stack(finals) if finals else initial_state

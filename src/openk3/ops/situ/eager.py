@@ -14,14 +14,22 @@ def _tanh(x: Tensor, cap: float) -> Tensor:
 
     Exact to a few roundings from tiny to saturated, and twice as fast as torch.tanh on a CPU.
     """
-    e = (x * (2 / cap)).clamp_(max=40).expm1_()  # past 20 tanh is 1, in float64 too
+    e = _twice(x, cap).expm1_()
     return e.div_(e + 2)
 
 
-def _sech2(x: Tensor, cap: float) -> Tensor:
-    """tanh'(x / cap) in a new tensor, without the cancellation of 1 - tanh^2 where tanh saturates."""
-    y = x * (2 / cap)
-    return torch.sigmoid(y).mul_(y.neg_().sigmoid_()).mul_(4)
+def _tanh_and_slope(x: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """The same and its derivative at x / cap: 4 sig(2x / cap) / (e + 2), where 1 - tanh^2 would cancel."""
+    e = _twice(x, cap)
+    slope = torch.sigmoid(e)
+    e.expm1_()
+    denominator = e + 2
+    return e.div_(denominator), slope.mul_(4).div_(denominator)
+
+
+def _twice(x: Tensor, cap: float) -> Tensor:
+    """2x / cap, no further than exp stays finite: there tanh is 1 and its slope 0 to any precision."""
+    return (x * (2 / cap)).clamp_(max=80)
 
 
 def _unit(gate_cap: float, up_cap: float) -> GatedUnit:
@@ -30,12 +38,14 @@ def _unit(gate_cap: float, up_cap: float) -> GatedUnit:
         return capped.mul_(_tanh(up, up_cap)).mul_(gate_cap * up_cap)
 
     def partials(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (act, by_gate), (capped_up, by_up) = _tanh_and_slope(gate, gate_cap), _tanh_and_slope(up, up_cap)
+        act.mul_(gate_cap)
+        capped_up.mul_(up_cap)
         sig = torch.sigmoid(gate)
-        act, capped_up = _tanh(gate, gate_cap).mul_(gate_cap), _tanh(up, up_cap).mul_(up_cap)
-        # d/dg [cap tanh(g/cap) sig(g)] = sig(g) (sech^2(g/cap) + cap tanh(g/cap) sig(-g))
-        by_gate = _sech2(gate, gate_cap).addcmul_(act, gate.neg().sigmoid_()).mul_(sig).mul_(capped_up)
+        # d/dg [cap tanh(g/cap) sig(g)] = sig(g) (tanh'(g/cap) + cap tanh(g/cap) sig(-g))
+        by_gate.addcmul_(act, gate.neg().sigmoid_()).mul_(sig).mul_(capped_up)
         act.mul_(sig)
-        by_up = _sech2(up, up_cap).mul_(act)
+        by_up.mul_(act)
         return act.mul_(capped_up), by_gate, by_up
 
     return GatedUnit(value, partials)

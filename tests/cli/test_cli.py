@@ -1,0 +1,127 @@
+"""The command line as a person meets it: help, counts, and one line with exit code 2 for wrong input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from openk3 import __version__
+from openk3.cli.main import COMMANDS, main
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `openk3 WORDS`."""
+    with pytest.raises(SystemExit) as exit_:
+        main(list(words))
+    captured = capsys.readouterr()
+    return exit_.value.code or 0, captured.out, captured.err
+
+
+def failure(capsys, *words: str) -> str:
+    """The one line that a failing command prints."""
+    code, _, err = run(capsys, *words)
+    assert code == 2
+    (line,) = err.strip().splitlines()
+    assert line.startswith("openk3: error: ")
+    return line
+
+
+def test_help_lists_every_command(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for name in COMMANDS:
+        assert name in out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_own_help(capsys, name):
+    code, out, _ = run(capsys, name, "--help")
+    assert code == 0
+    assert f"openk3 {name}" in out
+
+
+def test_the_version_is_the_packages(capsys):
+    assert run(capsys, "--version")[1].strip() == f"openk3 {__version__}"
+
+
+def test_root_help_does_not_load_torch():
+    code = "import sys; from openk3.cli.main import root; root(None); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_params_json_adds_up(capsys):
+    _, out, _ = run(capsys, "params", "r1", "--json")
+    sizes = json.loads(out)
+    assert set(sizes) == {"total", "active", "active_non_embedding", "embedding", "parts"}
+    assert sizes["total"] == sum(part["total"] for part in sizes["parts"].values())
+    assert sizes["active"] == sum(part["active"] for part in sizes["parts"].values())
+    assert sizes["active_non_embedding"] == sizes["active"] - sizes["embedding"]
+    assert sizes["embedding"] == 163840 * 512
+
+
+def test_params_tensors_is_a_tsv_that_adds_up(capsys):
+    _, out, _ = run(capsys, "params", "linear-48b", "--tensors")
+    header, *rows = (line.split("\t") for line in out.splitlines())
+    assert header == ["name", "shape", "dtype", "bytes"]
+    for _, shape, dtype, size in rows:
+        elements = 1
+        for n in json.loads(shape):
+            elements *= n
+        assert int(size) == elements * {"BF16": 2, "F32": 4}[dtype]
+
+
+def test_params_reads_a_model_file(capsys, tmp_path):
+    file = tmp_path / "model.toml"
+    file.write_text(
+        "vocab_size = 300\nhidden_size = 16\nnum_layers = 2\ndense_width = 24\ndense_layers = 2\n"
+        "[kda]\nnum_heads = 2\nhead_dim = 8\n"
+        "[mla]\nnum_heads = 2\nkv_lora_rank = 8\nqk_nope_head_dim = 8\nqk_rope_head_dim = 4\nv_head_dim = 8\n"
+    )
+    _, out, _ = run(capsys, "params", str(file), "--json")
+    assert json.loads(out)["parts"]["embedding"]["total"] == 300 * 16
+    file.write_text("hidden_sise = 3")
+    assert "model.toml: " in (line := failure(capsys, "params", str(file)))
+    assert "hidden_sise: unknown field" in line
+
+
+def test_params_table_names_all_three_active_counts(capsys):
+    _, out, _ = run(capsys, "params", "nano")
+    assert "active, every table counted" in out
+    assert "active, without the look-up" in out
+    assert "active, without any embedding" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["params", "nanoo"], "did you mean 'nano'?"),
+        (["params", "missing.toml"], "missing.toml does not exist"),
+        (["train", "nano", "--optim.lrr", "1"], "unknown field --optim.lrr; did you mean --optim.lr?"),
+        (["train", "nowhere.toml"], "nowhere.toml: neither a recipe of the package"),
+        (["generate", "no-such-run", "--prompt", "x"], "no-such-run: holds no checkpoint"),
+        (["chat", "no-such-run"], "no-such-run: holds no checkpoint"),
+        (["report", "no-such-run"], "no-such-run"),
+        (["data", "info", "no-such-folder"], "no-such-folder"),
+        (["tokenizer", "info", "no-such-file"], "no-such-file"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_2(capsys, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in failure(capsys, *words)
+    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+
+
+def test_a_misspelt_command_is_named(capsys):
+    code, _, err = run(capsys, "trian")
+    assert code == 2
+    assert "trian" in err
+
+
+def test_doctor_says_what_each_operator_runs_as(capsys):
+    code, out, _ = run(capsys, "doctor", "--device", "cpu")
+    assert code == 0
+    for operator in ("kda", "attention", "attnres", "moe", "situ", "cross_entropy", "quantile_balance"):
+        assert operator in out

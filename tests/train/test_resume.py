@@ -1,0 +1,141 @@
+"""A run that dies and goes on is, bit for bit, the run that did not die."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import tiny_config, tiny_data, tiny_run, without_timing
+
+import openk3
+from openk3.checkpoint.jsonl import read_jsonl
+from openk3.checkpoint.train_state import CheckpointStore
+from openk3.errors import CheckpointError, InvalidInput
+from openk3.train.data import TrainingData
+from openk3.train.loop import run
+
+STEPS = 24
+VICTIM = Path(__file__).with_name("tiny_run.py")
+
+
+def start(out: Path, *extra: str) -> subprocess.Popen[bytes]:
+    environment = {
+        "PYTHONPATH": f"{Path(openk3.__file__).parents[1]}:{VICTIM.parent}",
+        "OMP_NUM_THREADS": "1",
+        "PATH": "",
+    }
+    command = [sys.executable, str(VICTIM), str(out), "--steps", str(STEPS), *extra]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
+
+
+def rows_so_far(out: Path) -> int:
+    log = out / "metrics.jsonl"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def kill_after(victim: subprocess.Popen[bytes], out: Path, rows: int, delay: float) -> None:
+    """SIGKILL once the log has `rows` rows and `delay` more seconds have passed, wherever the run is then."""
+    while rows_so_far(out) < rows:
+        assert victim.poll() is None, victim.communicate()[1].decode()
+        time.sleep(0.002)
+    time.sleep(delay)
+    victim.kill()
+    victim.wait()
+
+
+def final_state(out: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    state = CheckpointStore(out / "checkpoints").load(STEPS)
+    state["counters"].pop("seconds")
+    tensors: dict[str, torch.Tensor] = {}
+
+    def walk(node: dict[str, Any], path: str) -> dict[str, Any]:
+        values = {}
+        for key, leaf in node.items():
+            if isinstance(leaf, torch.Tensor):
+                tensors[f"{path}/{key}"] = leaf
+            else:
+                values[key] = walk(leaf, f"{path}/{key}") if isinstance(leaf, dict) else leaf
+        return values
+
+    values = walk(state, "")
+    return tensors, values
+
+
+def assert_same_run(out: Path, reference: Path) -> None:
+    tensors, values = final_state(out)
+    expected_tensors, expected_values = final_state(reference)
+    assert values == expected_values
+    assert tensors.keys() == expected_tensors.keys()
+    different = [name for name, t in tensors.items() if not torch.equal(t, expected_tensors[name])]
+    assert not different
+    rows, expected = (read_jsonl(folder / "metrics.jsonl") for folder in (out, reference))
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert without_timing(rows) == without_timing(expected)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The uninterrupted run."""
+    out = tmp_path_factory.mktemp("reference")
+    tiny_run(tiny_config(train={"steps": STEPS}), out)
+    return out
+
+
+def die_and_finish(out: Path, kills: int, seed: int) -> None:
+    """Run to the end through `kills` deaths: the first inside a save, the others at random moments."""
+    chance = random.Random(seed)
+    victim = start(out, "--die-in-save", str(chance.choice([8, 12])))
+    assert victim.wait() == -signal.SIGKILL
+    for _ in range(kills - 1):
+        begun = rows_so_far(out)
+        victim = start(out)
+        # Rows shrink when the run goes on from its checkpoint, so wait for a row beyond those of before.
+        kill_after(victim, out, min(begun + chance.randint(1, 3), STEPS - 1), chance.uniform(0, 0.1))
+    assert start(out).wait() == 0
+
+
+def test_two_kills_of_which_one_is_inside_a_save_leave_no_trace(reference, tmp_path):
+    die_and_finish(tmp_path / "run", kills=2, seed=0)
+    assert_same_run(tmp_path / "run", reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_ten_kills_leave_no_trace(seed, reference, tmp_path):
+    die_and_finish(tmp_path / "run", kills=10, seed=seed)
+    assert_same_run(tmp_path / "run", reference)
+
+
+def test_a_finished_run_started_again_changes_nothing_and_returns_its_result(reference):
+    before = (reference / "metrics.jsonl").read_bytes()
+    result = tiny_run(tiny_config(train={"steps": STEPS}), reference)
+    assert (reference / "metrics.jsonl").read_bytes() == before
+    assert result.last["step"] == STEPS
+    assert "bits_per_byte" in result.last
+
+
+def test_another_configuration_is_refused_by_field_and_nothing_is_overwritten(reference):
+    config = (reference / "config.toml").read_bytes()
+    with pytest.raises(CheckpointError) as caught:
+        tiny_run(tiny_config(train={"steps": STEPS}, optim={"lr": 0.02}), reference)
+    assert "optim.lr is 0.01 there and 0.02 here" in str(caught.value)
+    assert (reference / "config.toml").read_bytes() == config
+
+
+def test_what_decides_no_number_may_change_between_sessions(reference):
+    changed = tiny_config(train={"steps": STEPS}, logging={"detail_every": 7}, checkpoint={"every": 3})
+    assert tiny_run(changed, reference).last["step"] == STEPS
+
+
+def test_other_data_is_refused(reference):
+    config = tiny_config(train={"steps": STEPS})
+    other = tiny_data(tiny_config(train={"seed": 3}))
+    with pytest.raises(InvalidInput, match="seed"):
+        run(config, reference, data=TrainingData(other.stream))
