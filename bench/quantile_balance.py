@@ -208,7 +208,7 @@ def main() -> None:
             "ms",
             "lower",
             peers={"QB exact": 1e3 * min(slow["QB exact"].seconds)},
-            shape=f"T={TOKENS} E={EXPERTS} k={TOP} fp32, {torch.get_num_threads()} threads",
+            shape=f"T={TOKENS} E={EXPERTS} k={TOP} fp32, threads={torch.get_num_threads()}",
         )
     )
     print("drew", IMAGE, "and merged into", merge(rows, "cpu"))

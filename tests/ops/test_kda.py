@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from unittest.mock import patch
 
@@ -10,9 +11,11 @@ import torch
 from closeness import kept_by, relative_error, worst_element
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from openk3.errors import InvalidInput, KernelUnavailable
 from openk3.ops.kda import eager, kda, kda_step
+from openk3.ops.kda.scan import scan
 
 Tensors = dict[str, torch.Tensor]
 
@@ -284,9 +287,32 @@ def test_backward_keeps_the_inputs_and_one_state_a_chunk():
     assert others == {inputs[name].data_ptr() for name in ("q", "k", "v", "g", "beta")}
 
 
-def test_inference_keeps_nothing():
-    with torch.no_grad():
-        assert kept_by(lambda: on([70, 10])(**draw([70, 10], "mixed"))) == []
+def test_inference_lets_the_states_of_a_slab_go_when_the_next_begins():
+    seen, alive = [], []
+
+    def watched_scan(*arguments):
+        alive.append(sum(states() is not None for states in seen))
+        errors, entering = scan(*arguments)
+        seen.append(weakref.ref(entering))
+        return errors, entering
+
+    with patch.object(eager, "scan", watched_scan), patch.dict(eager.SLAB_ELEMENTS, cpu=500), torch.no_grad():
+        on([200])(**draw([200], "mixed"))
+    assert len(alive) > 5
+    assert max(alive) <= 1
+
+
+def test_recomputing_the_forward_gives_the_same_gradients():
+    def recomputed(**inputs):
+        names = list(inputs)
+        return checkpoint(
+            lambda *x: on([50, 7])(**dict(zip(names, x, strict=True))), *inputs.values(), use_reentrant=False
+        )
+
+    inputs = draw([50, 7], "mixed")
+    expected = results(on([50, 7]), inputs)
+    for name, x in results(recomputed, inputs).items():
+        assert torch.equal(x, expected[name]), name
 
 
 @pytest.mark.parametrize(

@@ -343,8 +343,9 @@ def test_awkward_layouts_of_the_arguments_change_nothing(dtype, monkeypatch):
 
 
 @given(st.integers(0, 12), st.integers(1, 3), st.integers(3, 6), st.integers(1, 9), st.integers(1, 9))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, derandomize=True)
 def test_any_sizes_equal_the_sum(T, k, E, width, F):
+    torch.manual_seed(0)
     ids = distinct_ids(T, k, E)
     assert_equals_the_sum(ids, case(T, k, E, width, F), 1e-12)
     assert_equals_the_sum(ids, case(T, k, E, width, F, torch.float32), 1e-5)

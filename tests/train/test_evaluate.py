@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -32,7 +33,7 @@ def nll_by_hand(model: K3, documents: TinyDocuments, context: int) -> tuple[floa
             *(at - start for at in range(start, start + length) if at % context == 0 and at > start),
             length,
         ]
-        for first, last in zip(cuts, cuts[1:], strict=False):
+        for first, last in itertools.pairwise(cuts):
             cu = torch.tensor([0, last - first], dtype=torch.int32)
             log_p = model.logits(model(ids[first:last], cu).hidden).log_softmax(-1)
             for position in range(first, min(last, length - 1)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from html.parser import HTMLParser
 
@@ -160,7 +161,7 @@ def test_bins_keep_the_mean_of_the_series(numbers, most):
     assert binned.steps[0] >= 1
     assert binned.steps[-1] <= len(numbers)
     edges = np.linspace(0, len(numbers), len(binned) + 1).astype(int)
-    expected = [np.mean(numbers[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    expected = [np.mean(numbers[a:b]) for a, b in itertools.pairwise(edges)]
     np.testing.assert_allclose(binned.values, expected, atol=1e-9)
 
 

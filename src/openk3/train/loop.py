@@ -167,15 +167,16 @@ def train_step(state: TrainState, config: TrainConfig, reduction: Reduction, pea
     optimizer.zero_grad()
     state.step, state.tokens = step, state.tokens + totals.tokens
 
-    seconds = time.perf_counter() - began
     row: Row = {"step": step, "loss": mean_loss, "lr": lr, "grad_norm": norm, "skipped": not admitted}
     if config.train.mtp_weight:
         row["mtp_loss"] = float(totals.mtp) / max(valid, 1)
+    row |= expert_metrics(totals.load, detail=detail) | bias_metrics(model)
+    row |= attention_metrics(totals.max_logit, clipped) | detail_metrics(totals)
+    seconds = time.perf_counter() - began  # after the reads above, which wait for the device
     row |= {"tokens": state.tokens, "step_seconds": seconds, "tokens_per_second": totals.tokens / seconds}
     if peak is not None:
         row["mfu"] = totals.flops / seconds / (peak * reduction.ranks)
-    row |= expert_metrics(totals.load, detail=detail) | bias_metrics(model)
-    return row | attention_metrics(totals.max_logit, clipped) | detail_metrics(totals)
+    return row
 
 
 def _validation(

@@ -79,7 +79,7 @@ def parse_overrides(words: Sequence[str]) -> dict[str, str]:
 
 
 def as_table(config: BaseModel) -> dict[str, Any]:
-    """The config as plain TOML values: absent fields are left out, or "none" where that is not the default."""
+    """The config as plain TOML values; absent fields are left out, or "none" where that is no default."""
     table: dict[str, Any] = {}
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)

@@ -133,7 +133,7 @@ def _fill(model: K3, config: TrainConfig, init_from: str | Path | None) -> None:
 
 
 def _seed_generators(seed: int) -> None:
-    """The global generators, which a checkpoint carries on. Nothing of ours draws from them; a caller's may."""
+    """The global generators, which a checkpoint carries on: nothing here draws from them, a caller may."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -121,7 +121,8 @@ def heat_map(
         wide: fill the page instead of half of it.
     """
     width, highest = (11.2, 7.0) if wide else (5.4, 2.6)
-    figure, axes = _canvas(width, min(highest, max(1.3, 0.6 + 0.19 * len(rows))))
+    height = min(highest, max(1.3, 0.6 + 0.19 * len(rows)))
+    figure, axes = _canvas(width, height)
     image = axes.imshow(
         np.ma.masked_invalid(values),
         cmap=colormap,
@@ -133,13 +134,14 @@ def heat_map(
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.grid(False)
-    _label_cells(axes.set_yticks, rows, most=24)
+    _label_cells(axes.set_yticks, rows, most=int(7 * height))
     _label_cells(axes.set_xticks, columns, most=14)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.tick_params(length=0)
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.015, aspect=28)
     bar.outline.set_visible(False)
+    bar.ax.set_facecolor("none")
     bar.ax.tick_params(length=0, labelsize=8, labelcolor=FAINT)
     bar.locator = MaxNLocator(4)
     bar.update_ticks()

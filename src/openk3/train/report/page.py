@@ -274,8 +274,8 @@ def _layer_table(run: Run, model: ModelConfig | None) -> list[str]:
             form(series[key][str(i)].last) if str(i) in series[key] else "·"
             for key, (_, form) in formats.items()
         ]
-        rows.append([f"{'MTP' if extra else i + 1}", kind, *cells])
-    return [html.table("Layers, last values", ["layer", "kind", *(t for t, _ in formats.values())], rows)]
+        rows.append([f"{'MTP' if extra else i + 1} · {kind}", *cells])
+    return [html.table("Layers, last values", ["layer", *(t for t, _ in formats.values())], rows)]
 
 
 def _evaluations(run: Run) -> list[str]:

@@ -77,7 +77,8 @@ class Run:
     def by_layer(self, key: str) -> dict[str, Series]:
         """The series of every layer that `key` has values for, in layer order."""
         names = {name for row in self.rows for name in (row.get(key) or {})}
-        return {name: self.series(f"{key}/{name}") for name in sorted(names, key=int)}
+        every = {name: self.series(f"{key}/{name}") for name in sorted(names, key=int)}
+        return {name: series for name, series in every.items() if len(series)}
 
     def snapshots(self, key: str) -> list[tuple[int, dict[str, Any]]]:
         """Step and dictionary of each row that carries `key`, in order."""
