@@ -17,7 +17,7 @@ from openk3.errors import InvalidInput
 
 # The ratios of the release where they can be had: 3 KDA to 1 MLA, dense first layer, latent experts.
 NANO = ModelConfig(
-    vocab_size=2048,
+    vocab_size=4096,
     hidden_size=128,
     num_layers=4,
     kda=KdaConfig(num_heads=2, head_dim=64),
@@ -32,7 +32,6 @@ NANO = ModelConfig(
     ),
     dense_width=384,
     attn_res=AttnResConfig(block_size=1),
-    initializer_range=0.06,
     tie_embeddings=True,
     max_context=1024,
 )
@@ -53,7 +52,6 @@ MICRO = ModelConfig(
     ),
     dense_width=768,
     attn_res=AttnResConfig(block_size=2),
-    initializer_range=0.04,
     tie_embeddings=True,
     max_context=2048,
 )
