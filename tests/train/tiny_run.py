@@ -70,6 +70,11 @@ def tiny_config(**changes: dict[str, Any]) -> TrainConfig:
     return TrainConfig.model_validate(read_table(TrainConfig, values))
 
 
+def nervous_config(steps: int) -> TrainConfig:
+    """With a spike guard that skips a step now and then, so that its memory matters."""
+    return tiny_config(train={"steps": steps, "spike": {"multiple": 1.01, "history": 4, "patience": 100}})
+
+
 class TinyDocuments:
     """Counting sequences with random starts and steps; the last id ends a document."""
 
@@ -124,4 +129,4 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if arguments.die_in_save is not None:
         _die_in_save(arguments.die_in_save)
-    tiny_run(tiny_config(train={"steps": arguments.steps}), arguments.out)
+    tiny_run(nervous_config(arguments.steps), arguments.out)

@@ -1,8 +1,9 @@
-"""The global random number generators as plain state: Python's, NumPy's, torch's on CPU and current GPU.
+"""The global random number generators as plain state: Python's, NumPy's, and torch's on the CPU.
 
 A run draws the same numbers after `restore_rng(saved)` as the saved one would have drawn next. Generators
-that a module owns are that module's state, not ours. The streams differ from rank to rank, so that in a
-process group each rank saves this under a part of its own (`f"rng-{rank}"`).
+that a module owns are that module's state, not ours. A GPU's is left out, so that a run can move between
+devices: who draws there owns a generator. The streams differ from rank to rank, so that in a process group
+each rank saves this under a part of its own (`f"rng-{rank}"`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def capture_rng() -> dict[str, Any]:
     """The state of every global generator, a part of what `CheckpointStore.save` takes."""
     version, internal, gauss_next = random.getstate()
     legacy: dict[str, Any] = np.random.get_state(legacy=False)
-    state: dict[str, Any] = {
+    return {
         "python": {"version": version, "internal": torch.tensor(internal), "gauss_next": gauss_next},
         "numpy": {
             "key": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
@@ -28,16 +29,10 @@ def capture_rng() -> dict[str, Any]:
         },
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Continue every generator where `capture_rng` left it.
-
-    The GPU's stream has a place only where there is a GPU: a run moved to a CPU continues the other three.
-    """
+    """Continue every generator where `capture_rng` left it."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss_next"]))
     np.random.set_state(
@@ -49,5 +44,3 @@ def restore_rng(state: dict[str, Any]) -> None:
         }
     )
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

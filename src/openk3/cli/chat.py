@@ -25,6 +25,7 @@ def chat(
     Example: openk3 chat runs/quickstart/finetune
     """
     from openk3.chat.messages import Message, encode, render
+    from openk3.cli.standard_input import read_line
     from openk3.cli.talking import load, write_stream
     from openk3.model.generate import Sampling
 
@@ -36,7 +37,7 @@ def chat(
     while True:
         if interactive:
             print("> ", end="", flush=True)
-        line = sys.stdin.readline()
+        line = read_line()
         question = line.strip()
         if not line or question == "/quit":
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -25,11 +24,13 @@ def generate(
 
     Example: openk3 generate runs/quickstart/pretrain --prompt "import os"
     """
+    from openk3.cli.standard_input import read_text
     from openk3.cli.talking import load, write_stream
     from openk3.model.generate import Sampling
 
-    text = sys.stdin.read() if prompt == "-" else prompt
     model = load(run)
+    text = read_text() if prompt == "-" else prompt
+    ids = model.tokenizer.encode(text)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     print(text, end="", flush=True)
-    write_stream(model, model.tokenizer.encode(text), tokens, sampling)
+    write_stream(model, ids, tokens, sampling)

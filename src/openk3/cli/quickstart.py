@@ -38,9 +38,11 @@ def quickstart(
     from openk3.cli.progress import TerminalProgress
     from openk3.cli.talking import load, write_stream
     from openk3.model.generate import Sampling
+    from openk3.train.allocator import keep_freed_memory
     from openk3.train.quickstart import quickstart as train
 
     began = time.perf_counter()
+    keep_freed_memory()
     console = Console()
 
     def announce(text: str) -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from openk3.chat import Tokenizer
 from openk3.chat.tokenizer import CONTROL_NAMES
+from openk3.cli.standard_input import read_text
 from openk3.errors import InvalidInput
 
 app = typer.Typer(
@@ -68,7 +69,7 @@ def encode(
     Example: openk3 tokenizer encode tiktoken.model "def f(x): return x" --pieces
     """
     tokenizer = Tokenizer.load(path)
-    ids = tokenizer.encode(_standard_input() if text == "-" else text, allow_special=special)
+    ids = tokenizer.encode(read_text() if text == "-" else text, allow_special=special)
     if pieces:
         for token in ids:
             print(token, repr(tokenizer.decode_bytes([token]))[1:])
@@ -87,20 +88,10 @@ def decode(
 
     Example: openk3 tokenizer decode tiktoken.model 100 101 102
     """
-    words = ids or _standard_input().split()
+    words = ids or read_text().split()
     if wrong := next((word for word in words if not word.isdecimal()), None):
         raise InvalidInput(f"tokenizer decode: {wrong!r} is not an id; ids are whole numbers apart by spaces")
     sys.stdout.buffer.write(Tokenizer.load(path).decode_bytes([int(word) for word in words]) + b"\n")
-
-
-def _standard_input() -> str:
-    raw = sys.stdin.buffer.read()
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidInput(
-            f"standard input: byte {error.start} (0x{raw[error.start]:02x}) is not UTF-8: {error.reason}"
-        ) from error
 
 
 def _print_info(tokenizer: Tokenizer, path: Path) -> None:

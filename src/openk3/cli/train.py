@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from openk3.cli.progress import TerminalProgress
+from openk3.train.allocator import keep_freed_memory
 from openk3.train.loop import RunResult, run
 from openk3.train.recipes import load_recipe, parse_overrides, recipe_names
 
@@ -36,6 +37,7 @@ def train(
     openk3 train nano --optim.lr 2e-3 --model.attn_res.kind none --train.steps 500 --out runs/plain
     """
     config = load_recipe(recipe, parse_overrides(context.args))
+    keep_freed_memory()
     folder = out or Path("runs") / Path(recipe).stem
     with TerminalProgress() as progress:
         result = run(config, folder, init_from=init_from, progress=progress)

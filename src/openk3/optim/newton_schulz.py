@@ -4,8 +4,10 @@ A matrix G = U S V^T becomes U p(S) V^T, where p is an odd polynomial that takes
 nothing about parameters, heads or experts: it is given blocks, and stacks those of one shape.
 
 On a CPU a block's result does not depend on what it is stacked with, bit for bit. Two things make it so
-(MKL): each row begins on a 64-byte line, since other alignments take other kernels; and a float64 block is
-multiplied alone, since threads cut a lone float64 product otherwise than a batch of them.
+(MKL): each row begins on a 64-byte line, since other alignments take other kernels; and fp32 and float64
+blocks are multiplied one at a time, since threads may cut a lone product otherwise than a batch of them
+(seen for float64 on AMD, for fp32 on Intel). bfloat16 products go through oneDNN, which does not: they are
+batched.
 """
 
 from __future__ import annotations
@@ -122,7 +124,7 @@ def _polar_factors(
     norm = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1), dim=-1)
     x = x.div_(norm.clamp_min(eps)[:, None, None]).to(dtype)
     triples = COEFFICIENTS[coefficients].triples
-    if dtype == torch.float64:
+    if not x.is_cuda and dtype in (torch.float32, torch.float64):
         x = torch.cat([_iterate(matrix, triples) for matrix in torch.split(x, 1)])
     else:
         x = _iterate(x, triples)

@@ -34,11 +34,15 @@ Preparing = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a run reads. `validation` may be empty; `tokenizer` is kept in the run folder, if there is one."""
+    """What a run reads. `validation` may be empty; `tokenizer` is kept in the run folder, if there is one.
+
+    `notes`: what a person should know before the run, such as what did not fit.
+    """
 
     stream: Stream
     validation: tuple[TokenSplit, ...] = ()
     tokenizer: Tokenizer | None = None
+    notes: tuple[str, ...] = ()
 
 
 def open_data(config: TrainConfig, preparing: Preparing) -> TrainingData:
@@ -117,7 +121,13 @@ def _exchanges(sft: SftData, config: TrainConfig) -> TrainingData:
         pad_id=tokenizer.pad_id,
         too_long=sft.too_long,
     )
-    return TrainingData(stream, tokenizer=tokenizer)
+    notes = ()
+    if stream.truncated:
+        notes = (
+            f"{sft.file}: {stream.truncated:,} of {len(examples):,} exchanges are longer than train.context "
+            f"{config.train.context} and lost their ends, {stream.truncated_tokens:,} tokens in all",
+        )
+    return TrainingData(stream, tokenizer=tokenizer, notes=notes)
 
 
 def _exchange(line: bytes, where: str) -> tuple[str, str]:

@@ -97,6 +97,8 @@ def run(
 
     with MetricsLog(folder, state.step, tensorboard=config.logging.tensorboard) as log:
         progress.begins(state.step, steps)
+        for note in data.notes:
+            progress.notes(note)
         clock = time.perf_counter()
         while state.step < steps:
             try:

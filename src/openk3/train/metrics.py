@@ -17,17 +17,19 @@ warning             text
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from tensorboardX import SummaryWriter  # type: ignore[import-untyped]
 
 from openk3.checkpoint.jsonl import JsonlLog
+from openk3.errors import StorageError
 from openk3.model import K3
 from openk3.train.balance import routers
+from openk3.train.tensorboard import EventFile
 from openk3.train.totals import StepTotals
 
 Tensor = torch.Tensor
@@ -93,17 +95,12 @@ class MetricsLog:
     def __init__(self, folder: Path, step: int, *, tensorboard: bool) -> None:
         self._rows = JsonlLog(folder / "metrics.jsonl", step)
         # Steps logged again after a kill are shown once: TensorBoard drops what it had from there on.
-        self._events = (
-            SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
-            if tensorboard
-            else None
-        )
+        self._events = EventFile(folder / "tensorboard", step) if tensorboard else None
 
     def write(self, row: Row) -> None:
         self._rows.append(row)
         if self._events is not None:
-            for tag, value in scalars(row):
-                self._events.add_scalar(tag, value, row["step"])
+            self._events.write(row["step"], scalars(row))
 
     def sync(self) -> None:
         """Make all rows durable; a checkpoint counts on them."""
@@ -119,7 +116,9 @@ class MetricsLog:
     ) -> None:
         self._rows.close()
         if self._events is not None:
-            self._events.close()
+            # What could not be written cannot be flushed either: of two errors the first is the one to tell.
+            with contextlib.suppress(*(() if error is None else (StorageError,))):
+                self._events.close()
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:

@@ -99,10 +99,10 @@ class _Attention(torch.autograd.Function):
             d_q_batch = torch.empty_like(q_batch)
             d_k_batch, d_v_batch = torch.zeros_like(k_batch), torch.zeros_like(v_batch)
             for tile in _tiles(len(q_batch), group.n_q, group.n_k, q.device):
-                # (bmm, then add: baddbmm_ into a strided slice would go pair by pair and use one core)
                 rows, columns = tile[:2], (tile.pairs, slice(tile.keys))
                 weights = _logits(q_batch, k_batch, tile)
                 torch.softmax(weights, -1, out=weights)
+                # bmm, then add: baddbmm_ into a strided slice goes pair by pair, which wastes the second core
                 d_v_batch[columns].add_(torch.bmm(weights.mT, d_o_batch[rows]))
                 d_logits = torch.bmm(d_o_batch[rows], v_batch[columns].mT)
                 d_logits.sub_(delta_batch[rows]).mul_(weights)

@@ -62,8 +62,13 @@ def route(
         raise InvalidInput(f"route: logits are {logits.dtype}, bias is {bias.dtype}; want float32 or float64")
     if not 1 <= k <= logits.shape[1]:
         raise InvalidInput(f"route: k is {k}; it must lie between 1 and the {logits.shape[1]} experts")
+    if chosen is not None and [*chosen[0].shape, *chosen[1].shape] != [len(logits), k, len(logits)]:
+        raise InvalidInput(
+            f"route: chosen ids are {tuple(chosen[0].shape)}, chosen cutoff is {tuple(chosen[1].shape)}; "
+            f"want {(len(logits), k)} and {(len(logits),)}"
+        )
     scores = torch.sigmoid(logits)
-    ids, cutoff = select_experts(scores.detach() + bias.detach(), k)
+    ids, cutoff = select_experts(scores.detach() + bias.detach(), k) if chosen is None else chosen
     weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
