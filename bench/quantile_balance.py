@@ -3,9 +3,9 @@
     python bench/quantile_balance.py
 
 Every rule routes the same tokens with the bias that it made from the batches before, as in training: step 0
-is the unbalanced router for all of them. Two speeds of drift, since an average over steps helps at one and
-lags at the other. Draws docs/images/quantile_balance.svg, and merges maxvio (largest load / mean load - 1),
-dead experts and the cost of an update into bench/results/cpu.json.
+is the unbalanced router for all of them. Two speeds of drift, since an average over steps lags little at one
+and a lot at the other. Draws docs/images/quantile_balance.svg, and merges maxvio (largest load / mean load
+- 1), dead experts and the cost of an update into bench/results/cpu.json.
 """
 
 from __future__ import annotations

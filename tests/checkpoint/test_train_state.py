@@ -237,7 +237,7 @@ def test_a_checkpoint_of_another_configuration_is_refused_by_field(store):
     assert str(raised.value) == (
         f"{store.path(1)}: was saved with another configuration: "
         "model.gate is absent there and 'sigmoid' here; model.width is 8 there and 16 here; "
-        "name is 'a' there and absent here"
+        "name is 'a' there and absent here; go on with what it was saved with, or train into another folder"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,9 @@ import pytest
 
 from openk3 import __version__
 from openk3.cli.main import COMMANDS, main
+from openk3.config import preset
+from openk3.model.sizes import count
+from openk3.train.flops import model_flops
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
@@ -92,13 +96,26 @@ def test_params_table_names_all_three_active_counts(capsys):
     assert "active, every table counted" in out
     assert "active, without the look-up" in out
     assert "active, without any embedding" in out
+    assert re.search(r"embedding, look-up and head +524\.3k \(524,288\)", out)
+
+
+def test_params_prints_the_operations_of_training_beside_six_times_active(capsys):
+    out = " ".join(run(capsys, "params", "r1")[1].split())
+    pattern = (
+        r"train on a token \S+ \(([\d,]+)\) in sequences of 4,096 6 x active, for comparison \S+ \(([\d,]+)\)"
+    )
+    found = re.search(pattern, out)
+    assert found
+    ours, six_active = (int(number.replace(",", "")) for number in found.groups())
+    assert six_active == 6 * count(preset("r1")).active
+    assert ours == model_flops(preset("r1"), [4096]).total // 4096
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["params", "nanoo"], "did you mean 'nano'?"),
-        (["params", "missing.toml"], "missing.toml does not exist"),
+        (["params", "missing.toml"], "missing.toml: no such file"),
         (["train", "nano", "--optim.lrr", "1"], "unknown field --optim.lrr; did you mean --optim.lr?"),
         (["train", "nowhere.toml"], "nowhere.toml: neither a recipe of the package"),
         (["generate", "no-such-run", "--prompt", "x"], "no-such-run: holds no checkpoint"),
@@ -125,3 +142,22 @@ def test_doctor_says_what_each_operator_runs_as(capsys):
     assert code == 0
     for operator in ("kda", "attention", "attnres", "moe", "situ", "cross_entropy", "quantile_balance"):
         assert operator in out
+
+
+def test_what_the_system_refuses_is_one_line_too(capsys):
+    assert "File name too long" in failure(capsys, "report", "x" * 300)
+
+
+def test_a_locale_that_cannot_show_a_character_gets_its_number():
+    command = [sys.executable, "-m", "openk3", "tokenizer", "info", "\u00fcber"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert done.returncode == 2
+    assert b"\\xfcber" in done.stderr
+
+
+def test_a_message_is_one_line_of_what_can_be_shown(capsys, tmp_path):
+    file = tmp_path / "odd.toml"
+    file.write_text('"a\\u001b[31m\\u2028b" = 1')
+    line = failure(capsys, "params", str(file))
+    assert line.isprintable()

@@ -100,7 +100,7 @@ def test_the_recipes_of_the_package_load():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("name = ", "not a TOML file"),
+        ("name = ", "not TOML"),
         ('name = "x"', "sources: Field required"),
         ('name = "x"\nsources = []', "sources"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 
@@ -69,7 +70,8 @@ def test_documents_come_back_whatever_the_size_of_a_shard(tmp_path_factory, text
 def test_ids_above_16_bits_survive(tmp_path):
     document = EncodedDocument([163_839, 70_000, 1], 3, "s")
     write_dataset(tmp_path / "d", TOKENIZER, {"train": [document], "validation": [document]}, PROVENANCE)
-    assert open_dataset(tmp_path / "d").train.tokens(0).tolist() == [163_839, 70_000, 1, TOKENIZER.eos_id]
+    stored = np.fromfile(tmp_path / "d" / "train-00000.tokens", "<u4")
+    assert stored.tolist() == [163_839, 70_000, 1, TOKENIZER.eos_id]
 
 
 def test_the_same_documents_give_the_same_bytes(tmp_path):
@@ -153,3 +155,89 @@ def test_a_folder_without_a_manifest_or_with_a_wrong_one_is_refused(tmp_path):
     (folder / "manifest.json").write_text("{")
     with pytest.raises(InvalidInput, match="not JSON"):
         open_dataset(folder)
+
+
+def rewritten(folder, change) -> None:
+    """`change` the manifest, and make it agree with the files again: what damage before the hashes would leave."""
+    file = folder / "manifest.json"
+    manifest = json.loads(file.read_bytes())
+    change(manifest)
+    for name in manifest["files"]:
+        content = (folder / name).read_bytes()
+        digest = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        manifest["files"][name] = digest
+    file.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["splits"].pop("validation"),
+        lambda m: m["splits"]["train"].update(shards=[]),
+        lambda m: m["splits"]["train"].update(shards=["../elsewhere"]),
+        lambda m: m["splits"]["train"].update(tokens=0),
+        lambda m: m["splits"]["train"].update(tokens=m["splits"]["train"]["tokens"] + 1),
+        lambda m: m["splits"]["train"].update(bytes=1),
+        lambda m: m["splits"]["train"].update(documents=1),
+        lambda m: m["files"].clear(),
+    ],
+)
+def test_a_manifest_that_does_not_fit_its_files_is_refused(tmp_path, change):
+    write(tmp_path / "d")
+    rewritten(tmp_path / "d", change)
+    with pytest.raises(InvalidInput, match=f"^{tmp_path / 'd'}"):
+        open_dataset(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train.documents.npy", b"x" * 100),
+        ("train.documents.npy", b""),
+        ("train-00000.tokens", b""),
+        ("train-00000.tokens", b"xyz"),
+    ],
+)
+def test_files_that_are_no_tables_of_numbers_are_refused(tmp_path, name, content):
+    write(tmp_path / "d")
+    (tmp_path / "d" / name).write_bytes(content)
+    rewritten(tmp_path / "d", lambda manifest: None)
+    with pytest.raises(InvalidInput, match=f"^{tmp_path / 'd'}: .*train split"):
+        open_dataset(tmp_path / "d")
+
+
+@pytest.mark.parametrize("table", [[[-5, 1]], [[10**9, 1]], [[0, 0]], [[1.0, 1.0]], [1, 1]])
+def test_a_table_of_documents_that_cannot_be_is_refused(tmp_path, table):
+    write(tmp_path / "d", train=["one text"])
+    np.save(tmp_path / "d" / "train.documents.npy", np.array(table))
+    rewritten(tmp_path / "d", lambda manifest: None)
+    with pytest.raises(InvalidInput, match="train split"):
+        open_dataset(tmp_path / "d")
+
+
+@pytest.mark.parametrize("name", ["train.documents.npy", "train.sources.jsonl", "tiktoken.model"])
+def test_a_flipped_bit_in_a_small_file_is_always_found(tmp_path, name):
+    write(tmp_path / "d")
+    content = bytearray((tmp_path / "d" / name).read_bytes())
+    content[-2] ^= 1
+    (tmp_path / "d" / name).write_bytes(content)
+    with pytest.raises(InvalidInput, match=f"{name}: is not what was written"):
+        open_dataset(tmp_path / "d")
+
+
+def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(tmp_path):
+    write(tmp_path / "d")
+    file = tmp_path / "d" / "train-00000.tokens"
+    tokens = np.fromfile(file, "<u4")
+    tokens[1] = TOKENIZER.vocab_size
+    tokens.tofile(file)
+    with pytest.raises(InvalidInput, match=rf"{tmp_path / 'd'}: .*document 0 holds token"):
+        open_dataset(tmp_path / "d").train.tokens(0)
+
+
+def test_a_corpus_is_the_same_wherever_it_lies(tmp_path):
+    write(tmp_path / "a")
+    write(tmp_path / "b")
+    write(tmp_path / "c", train=["another text"])
+    a, b, c = (open_dataset(tmp_path / name).manifest.content_sha256 for name in "abc")
+    assert a == b != c

@@ -77,3 +77,16 @@ def test_wrong_requests_are_named(model):
         Sampling(top_p=0)
     with pytest.raises(InvalidInput, match="top_k"):
         Sampling(top_k=0)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-6])
+def test_the_smallest_temperatures_draw_the_most_likely_token(temperature):
+    logits = torch.tensor([1.0, 4.0, -2.0, 3.9])
+    generator = torch.Generator().manual_seed(0)
+    assert {draw(logits, Sampling(temperature=temperature), generator) for _ in range(20)} == {1}
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": float("inf")}, {"seed": -1}, {"seed": 2**64}])
+def test_a_sampling_that_cannot_be_drawn_is_refused(wrong):
+    with pytest.raises(InvalidInput, match=next(iter(wrong))):
+        Sampling(**wrong)

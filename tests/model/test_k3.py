@@ -142,7 +142,8 @@ def test_recompute_gives_the_same_gradients_and_keeps_less(variant):
         loads.append(record.load)
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-    assert kept[1] < 0.5 * kept[0], f"kept {kept[0]} bytes without recompute, {kept[1]} with"
+    # One layer that is not run again would be a fifth of all or more.
+    assert kept[1] < 0.16 * kept[0], f"kept {kept[0]} bytes without recompute, {kept[1]} with"
     assert all(torch.equal(loads[0][i], loads[1][i]) for i in loads[0])
 
 
@@ -211,6 +212,22 @@ def test_routers_count_each_unmasked_token_once_and_never_in_evaluation():
     model(tokens, cu, record=record)
     assert record.load == {}
     assert record.histogram == {}
+
+
+def test_a_first_token_does_not_count_in_the_mtp_router_which_cannot_tell_experts_apart_for_it():
+    """It enters as zeros, so its scores are all equal: ties that no bias can divide among experts."""
+    model = built(VARIANTS["with MTP"])
+    tokens, cu = packed([5, 0, 1, 10], model.config.vocab_size)
+    mask = torch.ones(16, dtype=torch.bool)
+    mask[[3, 15]] = False
+    for token_mask, trunk, mtp in ((None, 16, 13), (mask, 14, 11)):
+        record = ForwardRecord(token_mask=token_mask)
+        model.loss(tokens, tokens.roll(-1), cu, mtp_weight=0.5, record=record)
+        counted = {layer: histogram.sum(1).unique().tolist() for layer, histogram in record.histogram.items()}
+        assert counted == {1: [trunk], 2: [trunk], 3: [trunk], 4: [trunk], 5: [mtp]}
+        assert {layer: int(load.sum()) for layer, load in record.load.items()} == {
+            layer: 2 * count for layer, (count,) in counted.items()
+        }
 
 
 def test_record_reports_max_logit_mixes_and_states():

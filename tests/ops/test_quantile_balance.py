@@ -338,7 +338,7 @@ def test_bad_input_is_named():
         required_bias_histogram(scores, cutoff, bias, token_mask=torch.ones(4))
     with pytest.raises(InvalidInput, match="bins is 0"):
         required_bias_histogram(scores, cutoff, bias, bins=0)
-    with pytest.raises(InvalidInput, match="want k < E"):
+    with pytest.raises(InvalidInput, match="want 1 <= k < E"):
         bias_from_histogram(torch.zeros(3, 10, dtype=torch.int64), bias, 3)
     with pytest.raises(InvalidInput, match="0 tokens"):
         exact_bias(torch.empty(0, 3), torch.empty(0), 1)

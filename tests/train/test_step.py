@@ -12,7 +12,7 @@ from tiny_run import tiny_config, tiny_data, tiny_run
 from openk3.checkpoint.jsonl import read_jsonl
 from openk3.checkpoint.train_state import CheckpointStore
 from openk3.data import IGNORED, Batch, collate
-from openk3.errors import TrainingDiverged
+from openk3.errors import InvalidInput, TrainingDiverged
 from openk3.model import K3, ForwardRecord, initialise
 from openk3.ops.quantile_balance import average_bias, bias_from_histogram
 from openk3.optim import clip_factors
@@ -107,7 +107,11 @@ def test_micro_batches_with_unequal_targets_give_the_gradient_of_the_whole_step(
     assert row["loss"] == pytest.approx(loss.next_token.item() / loss.count.item(), rel=1e-6)
     assert row["tokens"] == int(whole.token_mask.sum())
     assert row["load"] == {str(layer): counts.tolist() for layer, counts in record.load.items()}
-    assert all(sum(counts) == 2 * row["tokens"] for counts in row["load"].values())
+    firsts = int(whole.token_mask[whole.cu_seqlens[:-1].long()].sum())  # which do not count in the MTP router
+    assert {layer: sum(counts) for layer, counts in row["load"].items()} == {
+        "1": 2 * row["tokens"],
+        "2": 2 * (row["tokens"] - firsts),
+    }
 
 
 def test_every_router_gets_one_bias_from_the_pooled_counts_of_the_step(tmp_path):
@@ -330,6 +334,19 @@ def test_recompute_gives_the_run_without_it(tmp_path):
         plain.model.state_dict().items(), again.model.state_dict().values(), strict=True
     ):
         assert torch.equal(one, other), name
+
+
+def test_a_run_does_not_begin_with_a_tensor_that_no_rule_has_filled(tmp_path, monkeypatch):
+    def forgetful(model: K3, seed: int) -> None:
+        initialise(model, seed)
+        torch.nn.init.zeros_(model.layers[0].self_attn.dt_bias)
+
+    monkeypatch.setattr("openk3.train.state.initialise", forgetful)
+    with pytest.raises(
+        InvalidInput, match=r"initial weights are wrong: layers\.0\.self_attn\.dt_bias: mean 0"
+    ):
+        tiny_run(tiny_config(), tmp_path)
+    assert _rows(tmp_path) == 0
 
 
 def test_a_first_loss_far_from_ln_vocabulary_is_warned_of(tmp_path):

@@ -155,7 +155,7 @@ def test_a_full_disk_while_saving_keeps_the_last_checkpoint_and_the_run_goes_on_
 
     monkeypatch.setattr(TerminalProgress, "stepped", fill_the_disk)
     try:
-        message = refused(capsys, "train", recipe)
+        message = refused(capsys, "train", recipe, "--logging.tensorboard", "true")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         monkeypatch.setattr(TerminalProgress, "stepped", heard)

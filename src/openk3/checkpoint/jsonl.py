@@ -111,7 +111,7 @@ def _rows(path: Path, data: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
 

@@ -70,7 +70,7 @@ def _read_manifest(folder: Path) -> dict[str, FileDigest]:
                 f"this version reads format {FORMAT}: update openk3"
             )
         return {name: FileDigest(**digest) for name, digest in manifest["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: damaged or incomplete: {MANIFEST} is not readable") from error
 
 

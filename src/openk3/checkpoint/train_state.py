@@ -50,7 +50,7 @@ from openk3.checkpoint.state_tree import State, differences, join_state, split_s
 from openk3.checkpoint.tensors import mismatches, read_tensors, stored_tensors, write_tensors
 from openk3.errors import CheckpointError, InvalidInput
 
-_PUBLISHED = re.compile(r"step-(\d{8,})")
+_PUBLISHED = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 _STATE = "state.json"
 
 
@@ -220,10 +220,24 @@ class CheckpointStore:
             except CheckpointError as error:
                 whole = [other for other in steps if self._is_whole(other)]
                 raise CheckpointError(f"{error}; steps that look whole: {whole or None}") from error
-            content: State = json.loads((folder / _STATE).read_bytes())
+            content = _read_state(folder)
         if config is not None and (fields := [*differences(content["config"], _as_json(config))]):
-            raise CheckpointError(f"{folder}: was saved with another configuration: {_shortened(fields)}")
+            raise CheckpointError(
+                f"{folder}: was saved with another configuration: {_shortened(fields)}; "
+                "go on with what it was saved with, or train into another folder"
+            )
         return folder, content
+
+
+def _read_state(folder: Path) -> State:
+    try:
+        content: State = json.loads((folder / _STATE).read_bytes())
+        whole = isinstance(content["config"], dict) and isinstance(content["values"], dict)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        whole = False
+    if not whole:
+        raise CheckpointError(f"{folder}: damaged or incomplete: {_STATE} is not readable")
+    return content
 
 
 def _digests_of_share(folder: Path, ranks: Ranks) -> dict[str, FileDigest]:

@@ -6,8 +6,10 @@ Only the subcommand that was called is imported, so that `openk3 --help` does no
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import typer
 
@@ -76,11 +78,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     called = next((word for word in words if not word.startswith("-")), None)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character gets its number
+            stream.reconfigure(errors="backslashreplace")
     try:
         root(called if called in COMMANDS else None)(words, prog_name="openk3")
     except OpenK3Error as error:
-        print(f"openk3: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(str(error))
+    except OSError as error:  # the system refused what no part of the package has words for
+        _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _refuse(reason: str) -> NoReturn:
+    line = "".join(c if c.isprintable() else " " for c in " ".join(reason.split()))
+    print(f"openk3: error: {line}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from openk3.config import PRESETS, ModelConfig, parse, preset
-from openk3.errors import InvalidInput
+from openk3.config import PRESETS, ModelConfig, parse, preset, read_toml
 
 if TYPE_CHECKING:
     from openk3.model.sizes import Sizes
 
 app = typer.Typer()
+
+FLOPS_CONTEXT = 4096
+"""Longest sequences that operations are counted for: attention adds to them with the square of the length."""
 
 
 @app.command()
@@ -39,22 +41,14 @@ def params(
     if as_json:
         print(json.dumps(_as_dict(sizes)))
     else:
-        _print_table(model, sizes)
+        _print_table(model, config, sizes)
 
 
 def named_or_file(model: str) -> ModelConfig:
     """The preset called `model`, or the configuration in the TOML file at that path."""
     if not model.endswith(".toml"):
         return preset(model)
-    import tomllib
-
-    path = Path(model)
-    try:
-        return parse(ModelConfig, tomllib.loads(path.read_text()), str(path))
-    except FileNotFoundError:
-        raise InvalidInput(f"model file {path} does not exist") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{path} is not TOML: {error}") from None
+    return parse(ModelConfig, read_toml(Path(model)), model)
 
 
 def _as_dict(sizes: Sizes) -> dict[str, object]:
@@ -75,9 +69,11 @@ def _print_tensors(config: ModelConfig) -> None:
         print(f"{tensor.name}\t{list(tensor.shape)}\t{tensor.dtype}\t{tensor.bytes}")
 
 
-def _print_table(name: str, sizes: Sizes) -> None:
+def _print_table(name: str, config: ModelConfig, sizes: Sizes) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from openk3.train.flops import model_flops
 
     table = Table(title=f"{name}: parameters", title_justify="left")
     table.add_column("part")
@@ -87,16 +83,21 @@ def _print_table(name: str, sizes: Sizes) -> None:
         table.add_row(part, f"{size.total:,}", f"{size.active:,}", f"{size.total / sizes.total:.1%}")
     table.add_section()
     table.add_row("all", f"{sizes.total:,}", f"{sizes.active:,}", "")
-    console = Console()
+    console = Console(highlight=False)
     console.print(table)
     console.print(f"total                            {_billions(sizes.total)}")
+    console.print(f"embedding, look-up and head      {_billions(sizes.embedding)}")
     console.print(f"active, every table counted      {_billions(sizes.active)}")
     console.print(f"active, without the look-up      {_billions(sizes.active_without_lookup)}")
     console.print(f"active, without any embedding    {_billions(sizes.active_non_embedding)}")
+    length = min(config.max_context, FLOPS_CONTEXT)
+    flops = model_flops(config, [length], mtp=bool(config.mtp_layers)).total // length
+    console.print(f"operations to train on a token   {_billions(flops)} in sequences of {length:,}")
+    console.print(f"6 x active, for comparison       {_billions(6 * sizes.active)}")
 
 
 def _billions(n: int) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= size:
             return f"{n / size:.4g}{unit} ({n:,})"
     return f"{n:,}"

@@ -50,6 +50,7 @@ class TerminalProgress:
 
     def begins(self, step: int, total_steps: int) -> None:
         self._first_step, self._total, self._began = step, total_steps, time.monotonic()
+        self._bits_per_byte = None
         if step >= total_steps:
             self._console.print(f"all {total_steps:,} steps are done already")
         elif step:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -81,12 +84,21 @@ def quickstart(
         highlight=False,
     )
     console.print(f"{last['tokens']:,} tokens trained on, {summary['seconds']} s in all", highlight=False)
+    openk3 = _program()
+    pretrained, finetuned = (shlex.quote(f"{out}/{run}") for run in ("pretrain", "finetune"))
     console.print(
         f"""everything lies in {out}: corpus/, pretrain/, finetune/, summary.json
-next:  openk3 chat {out}/finetune
-       openk3 generate {out}/pretrain --prompt 'import '
-       openk3 report {out}/pretrain
-       openk3 train nano            (a longer run: an hour on two cores)""",
+next:  {openk3} chat {finetuned}
+       {openk3} generate {pretrained} --prompt 'import '
+       {openk3} report {pretrained}
+       {openk3} train nano            (a longer run: an hour on two cores)""",
         highlight=False,
         markup=False,
+        soft_wrap=True,  # commands to copy stay in one piece
     )
+
+
+def _program() -> str:
+    """What to type to come here again: set-up puts `openk3` into .venv, which need not be on the path."""
+    called = Path(sys.argv[0])
+    return shlex.quote(str(called)) if called.name == "openk3" and not shutil.which("openk3") else "openk3"

@@ -1,4 +1,4 @@
-"""Text from standard input, in UTF-8 whatever the locale is; other bytes are an error that names the place."""
+"""Text from standard input, in UTF-8 whatever the locale is; what is not is an error that names the byte."""
 
 from __future__ import annotations
 

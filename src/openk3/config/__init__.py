@@ -1,6 +1,6 @@
 """What a model is: `ModelConfig` and the presets. No torch here."""
 
-from openk3.config.base import StrictModel, parse
+from openk3.config.base import Count, StrictModel, parse
 from openk3.config.model import (
     ActivationConfig,
     AttnResConfig,
@@ -12,11 +12,13 @@ from openk3.config.model import (
     digest,
 )
 from openk3.config.presets import PRESETS, preset
+from openk3.config.toml import parse_toml, read_toml
 
 __all__ = [
     "PRESETS",
     "ActivationConfig",
     "AttnResConfig",
+    "Count",
     "KdaConfig",
     "MlaConfig",
     "ModelConfig",
@@ -25,5 +27,7 @@ __all__ = [
     "VisionConfig",
     "digest",
     "parse",
+    "parse_toml",
     "preset",
+    "read_toml",
 ]

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from openk3.errors import InvalidInput
 
+Size = Annotated[int, Field(ge=1, le=2**20)]
+"""A width or a number of things in a model: the product of three, in bytes, is still an int64."""
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+"""A number of steps, tokens or the like that fits an int32."""
+
 
 class StrictModel(BaseModel):
-    """Frozen and `extra="forbid"`: a typo is an error that names the field."""
+    """Frozen and `extra="forbid"`: a typo is an error that names the field.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    Numbers are finite where the field does not say otherwise. Text is read as the type of the field, as a
+    command line needs; but true is no number, and no text holds a NUL, which would end a path in it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_kinds(cls, values: Any) -> Any:
+        for name, value in values.items() if isinstance(values, Mapping) else ():
+            kind = cls.model_fields[name].annotation if name in cls.model_fields else bool
+            if isinstance(value, bool) and bool not in (kind, *get_args(kind)):
+                raise ValueError(f"{name} must not be {str(value).lower()}")
+            if isinstance(value, str) and "\0" in value:
+                raise ValueError(f"{name} holds a NUL character")
+        return values
 
 
 Config = TypeVar("Config", bound=BaseModel)

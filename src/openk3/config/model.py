@@ -10,17 +10,17 @@ import hashlib
 import json
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
-from openk3.config.base import StrictModel
+from openk3.config.base import Count, Size, StrictModel
 
 
 class KdaConfig(StrictModel):
     """Kimi Delta Attention (report §2.1.1). Key and value heads have one size."""
 
-    num_heads: PositiveInt
-    head_dim: PositiveInt
-    conv_width: PositiveInt = 4
+    num_heads: Size
+    head_dim: Size
+    conv_width: Size = 4
     gate: Literal["bounded", "softplus"] = "bounded"
     """"bounded" is eq. 5; "softplus" is Kimi-Linear's unbounded map."""
     gate_lower_bound: float = Field(default=-5.0, ge=-5.0, lt=0.0)
@@ -32,14 +32,14 @@ class KdaConfig(StrictModel):
 class MlaConfig(StrictModel):
     """Multi-head latent attention without position encoding (report §2.1.2)."""
 
-    num_heads: PositiveInt
-    q_lora_rank: PositiveInt | None = None
+    num_heads: Size
+    q_lora_rank: Size | None = None
     """Rank of the query's latent; None projects queries directly."""
-    kv_lora_rank: PositiveInt
-    qk_nope_head_dim: PositiveInt
-    qk_rope_head_dim: PositiveInt
+    kv_lora_rank: Size
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
     """Key dims shared by all heads. They are not rotated, but take part in the logit."""
-    v_head_dim: PositiveInt
+    v_head_dim: Size
     gated: bool = True
     """Sigmoid output gate, eq. 7."""
     latent_norm_eps: PositiveFloat = 1e-6
@@ -53,19 +53,19 @@ class MlaConfig(StrictModel):
 class MoeConfig(StrictModel):
     """Stable LatentMoE (report §2.3)."""
 
-    num_experts: PositiveInt
-    experts_per_token: PositiveInt
-    num_shared_experts: int = Field(default=2, ge=0)
+    num_experts: Size
+    experts_per_token: Size
+    num_shared_experts: int = Field(default=2, ge=0, le=2**10)
     """Fused into one feed-forward network of width num_shared_experts * expert_width."""
-    expert_width: PositiveInt
-    latent_width: PositiveInt | None = None
+    expert_width: Size
+    latent_width: Size | None = None
     """Width that routed experts work in; None is the plain form at hidden_size."""
     latent_norm: bool = True
     """RMSNorm between combine and up-projection (§2.3.1); needs latent_width."""
     renormalize: bool = True
     routed_scaling: PositiveFloat = 1.0
     balancing: Literal["qb", "sign", "none"] = "qb"
-    qb_bins: int = Field(default=1000, ge=2)
+    qb_bins: int = Field(default=1000, ge=2, le=2**20)
     """Bins of the margin histogram (Appendix D)."""
     qb_ema: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the old bias kept at each update; 0 is no averaging."""
@@ -91,7 +91,7 @@ class AttnResConfig(StrictModel):
     kind: Literal["none", "full", "block"] = "block"
     """"full": every sublayer output is a source; "block": their sums over `block_size` decoder layers are;
     "none": the plain residual stream."""
-    block_size: PositiveInt = 12
+    block_size: Size = 12
     """Decoder layers (attention and feed-forward) in a block; only `kind="block"`."""
 
 
@@ -106,14 +106,14 @@ class ActivationConfig(StrictModel):
 class VisionConfig(StrictModel):
     """Sizes of the released vision tower and projector (report §2.4), which name and shape its tensors."""
 
-    hidden_size: PositiveInt
-    num_layers: PositiveInt
-    num_heads: PositiveInt
-    qkv_width: PositiveInt
-    intermediate_size: PositiveInt
-    patch_size: PositiveInt = 14
-    position_grid: PositiveInt = 64
-    merge: PositiveInt = 2
+    hidden_size: Size
+    num_layers: Size
+    num_heads: Size
+    qkv_width: Size
+    intermediate_size: Size
+    patch_size: Size = 14
+    position_grid: Size = 64
+    merge: Size = 2
 
 
 class ModelConfig(StrictModel):
@@ -122,9 +122,9 @@ class ModelConfig(StrictModel):
     Layers are counted from 1 in `mla_layers`, as in the release; every other layer is KDA.
     """
 
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    num_layers: PositiveInt
+    vocab_size: Size
+    hidden_size: Size
+    num_layers: int = Field(ge=1, le=4096)
     mla_layers: tuple[int, ...] | None = None
     """1-based layers with MLA; None is the report's pattern: every fourth, and the last."""
     kda: KdaConfig | None = None
@@ -132,7 +132,7 @@ class ModelConfig(StrictModel):
     moe: MoeConfig | None = None
     dense_layers: int = Field(default=1, ge=0)
     """Leading layers with a dense feed-forward network; the others are MoE (all are dense without `moe`)."""
-    dense_width: PositiveInt
+    dense_width: Size
     activation: ActivationConfig = ActivationConfig()
     attn_res: AttnResConfig = AttnResConfig()
     rms_norm_eps: PositiveFloat = 1e-5
@@ -141,7 +141,7 @@ class ModelConfig(StrictModel):
     tie_embeddings: bool = False
     mtp_layers: int = Field(default=0, ge=0, le=1)
     """Multi-token prediction layers (an MLA + MoE layer that predicts one token further)."""
-    max_context: PositiveInt = 4096
+    max_context: Count = 4096
     """Tokens of a sequence the model is meant for (nothing in the architecture depends on it)."""
     expert_format: Literal["bf16", "mxfp4"] = "bf16"
     """How routed experts are stored in the released layout."""
@@ -155,10 +155,10 @@ class ModelConfig(StrictModel):
                 raise ValueError(f"mla_layers must be ascending without repeats, got {list(layers)}")
             if layers and not (layers[0] >= 1 and layers[-1] <= self.num_layers):
                 raise ValueError(f"mla_layers must lie in 1..{self.num_layers}, got {list(layers)}")
-        kinds = {self.is_mla(i) for i in range(self.num_layers)}
-        if True in kinds and self.mla is None:
-            raise ValueError(f"layers {self.mla_layer_numbers} are MLA, so `mla` must be given")
-        if False in kinds and self.kda is None:
+        mla_layers = self.mla_layer_numbers
+        if mla_layers and self.mla is None:
+            raise ValueError(f"layers {mla_layers} are MLA, so `mla` must be given")
+        if len(mla_layers) < self.num_layers and self.kda is None:
             raise ValueError("some layers are KDA, so `kda` must be given")
         if self.dense_layers > self.num_layers:
             raise ValueError(f"dense_layers {self.dense_layers} is more than num_layers {self.num_layers}")

@@ -133,8 +133,8 @@ def preset(name: str) -> ModelConfig:
     Raises:
         InvalidInput: there is none; the text lists what there is and the nearest name.
     """
-    if name in PRESETS:
+    if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(name, PRESETS, n=1)
+    near = difflib.get_close_matches(str(name), PRESETS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise InvalidInput(f"model preset {name!r} does not exist (there are {', '.join(PRESETS)}){hint}")

@@ -56,6 +56,8 @@ def read_jsonl(path: Path, field: str = "text", *, errors: Errors = "strict") ->
             raise InvalidInput(
                 f"{path}: line {number}: not JSON: {error.msg} (column {error.colno})"
             ) from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists
+            raise InvalidInput(f"{path}: line {number}: not JSON that can be read: {error}") from error
         text = row.get(field) if isinstance(row, dict) else None
         if not isinstance(text, str):
             has = f"it has {sorted(row)}" if isinstance(row, dict) else "it is not a JSON object"

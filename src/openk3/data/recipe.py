@@ -7,13 +7,13 @@ file of your own are relative to that file.
 from __future__ import annotations
 
 import importlib.resources
-import tomllib
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from openk3.config import StrictModel, parse
+from openk3.config import StrictModel, parse, parse_toml, read_toml
 from openk3.data.documents import Errors
 from openk3.errors import InvalidInput
 
@@ -110,8 +110,8 @@ class DeduplicationRules(StrictModel):
     near: bool = True
     jaccard: float = Field(default=0.75, gt=0, le=1)
     shingle_words: int = Field(default=5, ge=1)
-    bands: int = Field(default=14, ge=2)
-    rows: int = Field(default=8, ge=1)
+    bands: int = Field(default=14, ge=2, le=1024)
+    rows: int = Field(default=8, ge=1, le=1024)
 
 
 class Recipe(StrictModel):
@@ -140,17 +140,14 @@ def load_recipe(name: str | Path) -> Recipe:
     folder = None
     if str(name) in recipe_names():
         content = (importlib.resources.files("openk3.data") / "recipes" / f"{name}.toml").read_bytes()
+        values = parse_toml(content, str(name))
     else:
         file = Path(name)
-        if not file.is_file():
+        if not os.path.isfile(file):  # unlike `file.is_file()` also for a name that is too long
             raise InvalidInput(
                 f"{name}: neither a recipe of the package ({', '.join(recipe_names())}) nor a TOML file"
             )
-        content, folder = file.read_bytes(), file.parent
-    try:
-        values = tomllib.loads(content.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{name}: not a TOML file: {error}") from error
+        values, folder = read_toml(file), file.parent
     recipe = parse(Recipe, values, str(name))
     names = [source.name for source in recipe.sources]
     if twice := {source for source in names if names.count(source) > 1}:

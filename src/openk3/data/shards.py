@@ -13,6 +13,7 @@ from is recorded here, not interpreted.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,8 +24,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
 from openk3.chat import Tokenizer
+from openk3.chat.tokenizer import FILE_NAME
 from openk3.checkpoint.atomic import atomic_folder, atomic_write_json, make_folder
 from openk3.checkpoint.manifest import digest_files
 from openk3.config import StrictModel, parse
@@ -58,9 +61,9 @@ class FileRecord(StrictModel):
 class SplitRecord(StrictModel):
     """Totals of one split."""
 
-    documents: int
-    tokens: int
-    bytes: int  # of UTF-8 text
+    documents: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    bytes: int = Field(ge=0)  # of UTF-8 text
     shards: tuple[str, ...]
 
 
@@ -86,6 +89,28 @@ class Manifest(StrictModel):
     splits: dict[SplitName, SplitRecord]
     files: dict[str, FileRecord]
 
+    @model_validator(mode="after")
+    def _check(self) -> Manifest:
+        for name in SPLITS:
+            if name not in self.splits:
+                raise ValueError(f"splits has no {name}")
+            if missing := {*self.splits[name].shards, *_tables(name), FILE_NAME} - self.files.keys():
+                raise ValueError(f"files lacks {', '.join(sorted(missing))}")
+        if wrong := [name for name in self.files if Path(name).name != name]:
+            raise ValueError(f"files names {wrong[0]!r}, which does not lie in this folder")
+        return self
+
+    @property
+    def content_sha256(self) -> str:
+        """Hash of what training reads: the same wherever the folder lies and whatever it is called."""
+        hashes = json.dumps({name: record.sha256 for name, record in sorted(self.files.items())})
+        return hashlib.sha256(hashes.encode()).hexdigest()
+
+
+def _tables(split: str) -> tuple[str, str]:
+    """The files of a split beside its tokens."""
+    return f"{split}.documents.npy", f"{split}.sources.jsonl"
+
 
 def write_dataset(
     folder: str | Path,
@@ -107,7 +132,7 @@ def write_dataset(
     folder = Path(folder)
     make_folder(folder.parent)
     with atomic_folder(folder) as building:
-        tokenizer.save(building / "tiktoken.model")
+        tokenizer.save(building / FILE_NAME)
         records = {
             name: _write_split(building, name, splits[name], tokenizer.eos_id, shard_tokens)
             for name in SPLITS
@@ -170,12 +195,17 @@ class TokenSplit:
         byte_counts: int64 `[n]`, UTF-8 bytes of each document's text.
     """
 
-    def __init__(self, folder: Path, name: str, record: SplitRecord) -> None:
+    def __init__(self, folder: Path, name: str, record: SplitRecord, vocab_size: int) -> None:
         self.folder, self.name = folder, name
-        table: NDArray[np.int64] = np.load(folder / f"{name}.documents.npy")
+        try:
+            table: NDArray[np.int64] = np.load(folder / f"{name}.documents.npy")
+            self._shards = [np.memmap(folder / shard, _TOKEN, mode="r") for shard in record.shards]
+        except ValueError as error:
+            raise InvalidInput(f"{folder}: a file of the {name} split is damaged: {error}") from error
+        _check_table(table, record, sum(map(len, self._shards)), f"{folder}: the {name} split")
         self.lengths, self.byte_counts = table[:, 0], table[:, 1]
         self.n_tokens, self.n_bytes = record.tokens, record.bytes
-        self._shards = [np.memmap(folder / shard, _TOKEN, mode="r") for shard in record.shards]
+        self._vocab_size = vocab_size
         shard_ends = np.cumsum([len(shard) for shard in self._shards])
         starts = np.cumsum(self.lengths) - self.lengths
         # Documents fill the shards in order, so a document's shard is the first that ends behind its start.
@@ -186,10 +216,21 @@ class TokenSplit:
         return len(self.lengths)
 
     def tokens(self, document: int) -> NDArray[np.uint32]:
-        """Ids of a document with its [EOS]: a view of the mapped file, uint32 `[lengths[document]]`."""
+        """Ids of a document with its [EOS]: a view of the mapped file, uint32 `[lengths[document]]`.
+
+        Raises:
+            InvalidInput: one of them is outside the vocabulary, so the file is damaged.
+        """
         start = self._offsets[document]
-        shard: NDArray[np.uint32] = self._shards[self._shard_of[document]]
-        return shard[start : start + self.lengths[document]]
+        number = self._shard_of[document]
+        shard: NDArray[np.uint32] = self._shards[number]
+        ids = shard[start : start + self.lengths[document]]
+        if (largest := int(ids.max())) >= self._vocab_size:
+            raise InvalidInput(
+                f"{self.folder}: shard {number} of the {self.name} split is damaged: document {document} "
+                f"holds token {largest}, the vocabulary has {self._vocab_size}; prepare the corpus again"
+            )
+        return ids
 
     def sources(self) -> list[str]:
         """Where each document came from."""
@@ -226,7 +267,7 @@ def open_dataset(folder: str | Path, *, vocab_size: int | None = None, verify: b
 
     Args:
         vocab_size: of the model that will read it; a different one is refused.
-        verify: also compare every file's hash with the manifest.
+        verify: also compare the hashes of the token files with the manifest; the small ones always are.
 
     Raises:
         InvalidInput: no prepared corpus here, a file of it is missing, damaged or of another size, or its
@@ -245,14 +286,30 @@ def open_dataset(folder: str | Path, *, vocab_size: int | None = None, verify: b
         if size != record.bytes:
             found = "is missing" if size is None else f"has {size} bytes, the manifest says {record.bytes}"
             raise InvalidInput(f"{path}: {found}; prepare the corpus again")
-    if verify:
-        for name, digest in digest_files(folder, manifest.files).items():
-            if digest.sha256 != manifest.files[name].sha256:
-                raise InvalidInput(
-                    f"{folder / name}: is not what was written (sha256); prepare the corpus again"
-                )
-    train, validation = (TokenSplit(folder, name, manifest.splits[name]) for name in SPLITS)
+    small = {file for name in SPLITS for file in _tables(name)} | {FILE_NAME}
+    for name, digest in digest_files(folder, manifest.files if verify else small).items():
+        if digest.sha256 != manifest.files[name].sha256:
+            raise InvalidInput(f"{folder / name}: is not what was written (sha256); prepare the corpus again")
+    train, validation = (
+        TokenSplit(folder, name, manifest.splits[name], manifest.vocab_size) for name in SPLITS
+    )
     return TokenDataset(folder, manifest, train, validation)
+
+
+def _check_table(table: NDArray[np.int64], record: SplitRecord, stored_tokens: int, where: str) -> None:
+    """Whether the table of documents, the manifest's totals and the token files agree."""
+    if table.dtype != np.int64 or table.shape != (record.documents, 2) or (table < [1, 0]).any():
+        raise InvalidInput(
+            f"{where}: its table of documents is {table.dtype} {list(table.shape)}, not one of "
+            f"{record.documents} documents with at least a token each; prepare the corpus again"
+        )
+    totals = (*table.sum(axis=0).tolist(), stored_tokens)
+    if totals != (record.tokens, record.bytes, record.tokens):
+        raise InvalidInput(
+            f"{where}: documents of {totals[0]} tokens and {totals[1]} bytes and shards of {stored_tokens} "
+            f"tokens, the manifest says {record.tokens} tokens and {record.bytes} bytes; prepare the corpus "
+            "again"
+        )
 
 
 def _read_manifest(folder: Path) -> Manifest:
@@ -263,7 +320,7 @@ def _read_manifest(folder: Path) -> Manifest:
         )
     try:
         values: Any = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{file}: not JSON: {error}") from error
     if not isinstance(values, dict):
         raise InvalidInput(f"{file}: expected a JSON object")

@@ -7,6 +7,7 @@ stream's sources. `K3` knows packed tokens, states and losses; it knows nothing 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -186,13 +187,7 @@ class K3(nn.Module):
         stream = Stream((), self.embed_tokens(tokens))
         states: list[LayerState] = []
         for index, layer in enumerate(self.layers):
-            past = state.layers[index] if state else None
-            if self.recompute and torch.is_grad_enabled():
-                stream, new = checkpoint(
-                    layer, stream, cu_seqlens, past, record, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                stream, new = layer(stream, cu_seqlens, past, record)
+            stream, new = self._run(layer, stream, cu_seqlens, state.layers[index] if state else None, record)
             states.append(new)
         mixed = mix(stream, self.output_attn_res_proj, self.output_attn_res_norm, "output", record)
         lengths = cu_seqlens.diff() + (state.lengths if state else 0)
@@ -217,9 +212,15 @@ class K3(nn.Module):
         next_token, count = linear_cross_entropy(out.hidden, self.head_weight, targets)
         if self.mtp is None or not mtp_weight:
             return Loss(next_token, next_token, None, count)
-        further, further_targets = self.mtp(self.embed_tokens(tokens), out.mixed, targets, cu_seqlens, record)
+        embedded = self.embed_tokens(tokens)
+        further, further_targets = self._run(self.mtp, embedded, out.mixed, targets, cu_seqlens, record)
         mtp, _ = linear_cross_entropy(further, self.head_weight, further_targets)
         return Loss(next_token + mtp_weight * mtp, next_token, mtp, count)
+
+    def _run(self, layer: nn.Module, *inputs: Any) -> Any:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return layer(*inputs)
 
 
 def _check_packed(tokens: Tensor, cu_seqlens: Tensor, vocabulary: int, state: DecodeState | None) -> None:

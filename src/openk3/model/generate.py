@@ -5,6 +5,7 @@ It is the oracle of the engine, so it has no batching, no cache policy and no sc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -31,12 +32,14 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise InvalidInput(f"sampling: temperature must be >= 0, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise InvalidInput(f"sampling: temperature must be >= 0 and finite, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise InvalidInput(f"sampling: top_p must be in (0, 1], got {self.top_p}")
         if self.top_k is not None and self.top_k < 1:
             raise InvalidInput(f"sampling: top_k must be at least 1, got {self.top_k}")
+        if not 0 <= self.seed < 2**63:
+            raise InvalidInput(f"sampling: seed must be in 0..2**63-1, got {self.seed}")
 
 
 def generate(
@@ -85,8 +88,9 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """One token from `logits` `[V]`."""
     if sampling.temperature == 0:
         return int(logits.argmax())
-    ordered, ids = torch.sort(logits / sampling.temperature, descending=True, stable=True)
-    probabilities = torch.softmax(ordered.double(), dim=0)
+    ordered, ids = torch.sort(logits.double(), descending=True, stable=True)
+    # Counted from the largest, so that no temperature, however small, makes an infinity of it.
+    probabilities = torch.softmax((ordered - ordered[0]) / sampling.temperature, dim=0)
     kept = probabilities.cumsum(0) - probabilities < sampling.top_p  # the most likely token always stays
     if sampling.top_k is not None:
         kept[sampling.top_k :] = False

@@ -66,7 +66,7 @@ class KdaAttention(nn.Module):
         # One product for q, k, v: the weights are small beside the activations they would otherwise split.
         qkv = F.linear(x, torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]))
         taps = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
-        tail = context.conv_tail(qkv, cu_seqlens, self.config.conv_width, state.conv if state else None)
+        tail = context.rows_before(qkv, cu_seqlens, self.config.conv_width - 1, state.conv if state else None)
         qkv, conv = short_conv(tag(qkv, "kda.qkv"), taps, cu_seqlens, initial_state=tail)
         q, k, v = qkv.view(-1, 3, H, K).unbind(1)  # each [T, H, K]
         g = kda_gate(

@@ -50,8 +50,7 @@ class MlaAttention(nn.Module):
         q = self._queries(x).view(-1, H, c.qk_head_dim)
         compressed = self.kv_a_proj_with_mqa(x)  # [T, r + shared]
         latents = torch.cat([self.kv_a_layernorm(compressed[:, :r]), compressed[:, r:]], dim=-1)
-        latents, latent_cu = self.seams.context.latents(tag(latents, "mla.latents"), cu_seqlens)
-        new = state.extended(latents, latent_cu) if state else MlaState(latents, latent_cu)
+        new = self.seams.context.latents(tag(latents, "mla.latents"), cu_seqlens, state)
 
         content = self.kv_b_proj(new.latents[:, :r]).view(-1, H, c.qk_nope_head_dim + c.v_head_dim)
         k_nope, v = content.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)

@@ -3,6 +3,9 @@
 At token t it reads t's embedding and the trunk's mixed hidden state of t - 1, and predicts t + 1 as the trunk
 does at t: one token further than that hidden state was trained for. It has ordinary residuals and no AttnRes,
 as the published draft-only checkpoints load it; embedding and head are the trunk's.
+
+A sequence's first token has no t - 1. It enters as zeros, predicts nothing and does not count in the router:
+all its scores are equal, and a block of such ties is one that no bias can divide among experts.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ class MtpLayer(nn.Module):
     def __init__(self, config: ModelConfig, seams: Seams, at: At) -> None:
         super().__init__()
         d, eps = config.hidden_size, config.rms_norm_eps
+        self.context = seams.context
         self.enorm = RmsNorm(d, eps, at)
         self.hnorm = RmsNorm(d, eps, at)
         self.eh_proj = Linear(2 * d, d, at)
@@ -68,18 +72,22 @@ class MtpLayer(nn.Module):
         cu_seqlens: Tensor,
         record: ForwardRecord | None,
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states `[T, d]` for the head, and their targets: a sequence's first token has nothing before
-        it.
+        """Hidden states `[T, d]` for the head, and their targets.
 
         Args:
             embedded: `[T, d]`, token embeddings.
             mixed: `[T, d]`, the trunk's output before its final norm.
             targets: int64 `[T]`, the trunk's.
         """
-        starts = cu_seqlens[:-1][cu_seqlens.diff() > 0].long()
+        filled = cu_seqlens.diff() > 0
+        starts = cu_seqlens[:-1][filled].long()
+        continued = self.context.continued(cu_seqlens)
         first = torch.zeros(embedded.shape[0], dtype=torch.bool, device=embedded.device)
-        first[starts] = True
-        before = torch.cat([mixed.new_zeros(mixed[:1].shape), mixed[:-1]]).masked_fill(first[:, None], 0)
+        first[starts] = True if continued is None else ~continued[filled]
+        rows = self.context.rows_before(mixed, cu_seqlens, 1, None)
+        at_starts = mixed.new_zeros(len(starts), mixed.shape[1]) if rows is None else rows[filled, 0]
+        before = torch.cat([mixed[:1], mixed[:-1]]).index_copy(0, starts, at_starts)
         now = embedded.masked_fill(first[:, None], 0)
         x = self.eh_proj(torch.cat([self.enorm(now), self.hnorm(before)], dim=-1))
-        return self.norm(self.layer(x, cu_seqlens, record)), targets.masked_fill(first, IGNORED)
+        hidden = self.layer(x, cu_seqlens, record.counting(~first) if record is not None else None)
+        return self.norm(hidden), targets.masked_fill(first, IGNORED)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from openk3.model.state import MlaState
 from openk3.ops.activation import Activation
 from openk3.ops.kda import kda
 from openk3.ops.moe import Routing, expert_ffn, plan
@@ -37,10 +38,19 @@ class ExpertDispatch(Protocol):
 
 
 class SequenceContext(Protocol):
-    """What a sequence's tokens need from the tokens before them, wherever those are (report §5.1.2)."""
+    """What a sequence's tokens need from the tokens before them, wherever those are (report §5.1.2).
 
-    def conv_tail(self, x: Tensor, cu_seqlens: Tensor, width: int, tail: Tensor | None) -> Tensor | None:
-        """The `[N, width - 1, C]` inputs before each local sequence; None when nothing precedes any."""
+    Local sequences are those of `cu_seqlens`. Tokens before one may lie in this pass but elsewhere, or in
+    earlier calls of decoding: then the model hands in what it kept of them.
+    """
+
+    def continued(self, cu_seqlens: Tensor) -> Tensor | None:
+        """bool `[N]`, which local sequences have tokens before them in this pass; None when none has."""
+        ...
+
+    def rows_before(self, x: Tensor, cu_seqlens: Tensor, rows: int, kept: Tensor | None) -> Tensor | None:
+        """The `[N, rows, C]` of `x` before each local sequence, oldest first, zero where there are none; None
+        when nothing precedes any. `x` is `[T, C]`, `kept` the same of earlier calls."""
         ...
 
     def kda(
@@ -56,8 +66,8 @@ class SequenceContext(Protocol):
         """The KDA recurrence with states folded in from before; see `openk3.ops.kda.kda`."""
         ...
 
-    def latents(self, latents: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        """All MLA latents that local queries may see, and their `cu_seqlens`."""
+    def latents(self, latents: Tensor, cu_seqlens: Tensor, kept: MlaState | None) -> MlaState:
+        """All MLA latents that local queries may see: those before each local sequence, then its own."""
         ...
 
 
@@ -78,8 +88,11 @@ class LocalDispatch:
 class LocalContext:
     """Whole sequences on this device."""
 
-    def conv_tail(self, x: Tensor, cu_seqlens: Tensor, width: int, tail: Tensor | None) -> Tensor | None:
-        return tail
+    def continued(self, cu_seqlens: Tensor) -> Tensor | None:
+        return None
+
+    def rows_before(self, x: Tensor, cu_seqlens: Tensor, rows: int, kept: Tensor | None) -> Tensor | None:
+        return kept
 
     def kda(
         self,
@@ -93,8 +106,8 @@ class LocalContext:
     ) -> tuple[Tensor, Tensor]:
         return kda(q, k, v, g, beta, cu_seqlens, initial_state=initial_state)
 
-    def latents(self, latents: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        return latents, cu_seqlens
+    def latents(self, latents: Tensor, cu_seqlens: Tensor, kept: MlaState | None) -> MlaState:
+        return MlaState(latents, cu_seqlens) if kept is None else kept.extended(latents, cu_seqlens)
 
 
 def untagged(x: Tensor, name: str) -> Tensor:

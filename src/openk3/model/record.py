@@ -6,7 +6,7 @@ again with the same record: they find their routing decision in it, take it, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -37,3 +37,8 @@ class ForwardRecord:
     max_logit: dict[int, Tensor] = field(default_factory=dict)
     source_weights: dict[str, Tensor] = field(default_factory=dict)
     state_norm: dict[int, Tensor] = field(default_factory=dict)
+
+    def counting(self, tokens: Tensor) -> ForwardRecord:
+        """This record for layers in which only `tokens` (bool `[T]`) count; what they leave lands in this
+        one."""
+        return replace(self, token_mask=tokens if self.token_mask is None else self.token_mask & tokens)

@@ -22,6 +22,8 @@ def sequence_bounds(name: str, cu_seqlens: torch.Tensor, tokens: int) -> list[in
     Raises:
         InvalidInput: not one axis of integers that starts at 0, never falls, and ends at `tokens`.
     """
+    if cu_seqlens.is_meta:
+        raise InvalidInput(f"{name} must lie where it can be read, got a meta tensor")
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or not len(cu_seqlens):
         raise InvalidInput(f"{name} must be int32 [N + 1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}")
     bounds: list[int] = cu_seqlens.tolist()

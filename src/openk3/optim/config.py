@@ -10,6 +10,7 @@ from openk3.config import StrictModel
 from openk3.optim.newton_schulz import CoefficientName
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveOrInf = Annotated[float, Field(gt=0.0, allow_inf_nan=True)]
 
 
 class OptimConfig(StrictModel):
@@ -44,9 +45,9 @@ class OptimConfig(StrictModel):
     vector_lr_scale: PositiveFloat = 1.0
     """Norms, convolutions, decay rates, pseudo-queries and beta rows train at lr times this."""
 
-    grad_clip: PositiveFloat = 1.0
+    grad_clip: PositiveOrInf = 1.0
     """Largest global L2 norm of the gradient; inf switches clipping off."""
-    qk_clip_tau: PositiveFloat = 100.0
+    qk_clip_tau: PositiveOrInf = 100.0
     """Largest logit of an MLA head (scaled, before the softmax) that a step leaves; inf switches it off."""
 
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
-from openk3.config import ModelConfig, StrictModel, preset
+from openk3.config import Count, ModelConfig, StrictModel, preset
 from openk3.errors import InvalidInput
 from openk3.optim.config import OptimConfig, ScheduleConfig
 from openk3.train.spike import SpikeConfig
@@ -69,14 +69,14 @@ DataConfig = Annotated[CorpusData | ShardsData | SftData | GivenData, Field(disc
 class LoopConfig(StrictModel):
     """Length and shape of the run."""
 
-    steps: PositiveInt | None = None
-    tokens: PositiveInt | None = None
+    steps: Count | None = None
+    tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     """Length of the run: give one of `steps` and `tokens`."""
-    context: PositiveInt = 512
+    context: Count = 512
     """Tokens of a window."""
-    micro_batch_tokens: PositiveInt = 4096
+    micro_batch_tokens: Count = 4096
     """Tokens of one forward and backward; a multiple of `context`."""
-    accumulation: PositiveInt = 1
+    accumulation: Count = 1
     """Micro-batches of a step, over all ranks together."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of weights and activations; the optimizer keeps fp32 masters of bf16 weights."""
@@ -84,7 +84,7 @@ class LoopConfig(StrictModel):
     """Keep each layer's input only and run the layer again in the backward."""
     mtp_weight: NonNegativeFloat = 0.0
     """Weight of the multi-token prediction loss; positive exactly when the model has that layer."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Of the initial weights and of the sample order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     spike: SpikeConfig = SpikeConfig()
@@ -113,23 +113,23 @@ class LoopConfig(StrictModel):
 class EvaluationConfig(StrictModel):
     """When validation loss and bits per byte are measured. The end of a run always measures all of it."""
 
-    every: PositiveInt | None = 250
+    every: Count | None = 250
     """Steps between measurements; None leaves only the last."""
-    tokens: PositiveInt | None = 131072
+    tokens: Count | None = 131072
     """Measure on the first documents up to about this many tokens; None on all."""
-    context: PositiveInt | None = None
+    context: Count | None = None
     """Tokens of a window; None is `train.context`."""
 
 
 class CheckpointConfig(StrictModel):
-    every: PositiveInt = 250
+    every: Count = 250
     """Steps between checkpoints; the end of the run is one too."""
-    keep: PositiveInt = 2
+    keep: Count = 2
     """Checkpoints that stay."""
 
 
 class LoggingConfig(StrictModel):
-    detail_every: PositiveInt = 50
+    detail_every: Count = 50
     """Steps between rows with AttnRes weights, KDA state norms and loads of single experts."""
     tensorboard: bool = True
     peak_flops: PositiveFloat | None = None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from openk3.chat import Tokenizer
 from openk3.chat.messages import example
@@ -36,12 +37,14 @@ Preparing = Callable[[str, int, int], None]
 class TrainingData:
     """What a run reads. `validation` may be empty; `tokenizer` is kept in the run folder, if there is one.
 
-    `notes`: what a person should know before the run, such as what did not fit.
+    `identity`: what it is, by hashes of its content, JSON-able: a run goes on with the same only, wherever it
+    lies by then. `notes`: what a person should know before the run, such as what did not fit.
     """
 
     stream: Stream
     validation: tuple[TokenSplit, ...] = ()
     tokenizer: Tokenizer | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -92,13 +95,20 @@ def _mixture(weights: dict[Path, float], config: TrainConfig) -> TrainingData:
             )
     context, seed = config.train.context, config.train.seed
     streams: dict[str, Stream] = {
-        f"{number}-{folder.name}": Windows(dataset.train, context, seed)
-        for number, (folder, dataset) in enumerate(datasets.items())
+        f"{number}-{dataset.manifest.provenance.recipe.name}": Windows(dataset.train, context, seed)
+        for number, dataset in enumerate(datasets.values())
     }
     stream: Stream = next(iter(streams.values()))
     if others:
         stream = Mixture(streams, dict(zip(streams, weights.values(), strict=True)))
-    return TrainingData(stream, tuple(d.validation for d in datasets.values()), first.tokenizer)
+    identity = {
+        "sources": [
+            {"sha256": dataset.manifest.content_sha256, "weight": weight}
+            for dataset, weight in zip(datasets.values(), weights.values(), strict=True)
+        ]
+    }
+    validation = tuple(dataset.validation for dataset in datasets.values())
+    return TrainingData(stream, validation, first.tokenizer, identity)
 
 
 def _exchanges(sft: SftData, config: TrainConfig) -> TrainingData:
@@ -109,9 +119,14 @@ def _exchanges(sft: SftData, config: TrainConfig) -> TrainingData:
         )
     if not sft.file.is_file():
         raise InvalidInput(f"{sft.file}: no such file")
+    content = sft.file.read_bytes()
     examples = []
-    for number, line in enumerate(sft.file.read_bytes().splitlines(), start=1):
-        examples.append(Example(*example(*_exchange(line, f"{sft.file}: line {number}"), tokenizer)))
+    for number, line in enumerate(content.splitlines(), start=1):
+        where = f"{sft.file}: line {number}"
+        try:
+            examples.append(Example(*example(*_exchange(line), tokenizer)))
+        except InvalidInput as error:
+            raise InvalidInput(f"{where}: {error}") from None
     if not examples:
         raise InvalidInput(f"{sft.file}: holds no examples")
     stream = Examples(
@@ -121,21 +136,26 @@ def _exchanges(sft: SftData, config: TrainConfig) -> TrainingData:
         pad_id=tokenizer.pad_id,
         too_long=sft.too_long,
     )
-    notes = ()
+    notes: tuple[str, ...] = ()
     if stream.truncated:
         notes = (
             f"{sft.file}: {stream.truncated:,} of {len(examples):,} exchanges are longer than train.context "
             f"{config.train.context} and lost their ends, {stream.truncated_tokens:,} tokens in all",
         )
-    return TrainingData(stream, tokenizer=tokenizer, notes=notes)
+    identity = {
+        "exchanges": sha256(content).hexdigest(),
+        "tokenizer": tokenizer.sha256,
+        "too_long": sft.too_long,
+    }
+    return TrainingData(stream, tokenizer=tokenizer, identity=identity, notes=notes)
 
 
-def _exchange(line: bytes, where: str) -> tuple[str, str]:
+def _exchange(line: bytes) -> tuple[str, str]:
     try:
         row = json.loads(line)
-    except ValueError as error:
-        raise InvalidInput(f"{where}: not JSON in UTF-8: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"not JSON in UTF-8: {error}") from None
     match row:
         case {"question": str(question), "answer": str(answer)}:
             return question, answer
-    raise InvalidInput(f"{where}: needs the strings 'question' and 'answer'")
+    raise InvalidInput("needs the strings 'question' and 'answer'")

@@ -8,6 +8,7 @@ and nothing else: what each part does is in the part.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ import torch
 
 from openk3.checkpoint.atomic import atomic_write_text, make_folder
 from openk3.checkpoint.jsonl import read_jsonl
+from openk3.checkpoint.lock import only_writer
 from openk3.checkpoint.train_state import CheckpointStore
 from openk3.data import IGNORED
-from openk3.errors import TrainingDiverged
+from openk3.errors import CheckpointError, TrainingDiverged
 from openk3.model import K3, ForwardRecord
 from openk3.optim import clip_grad_norm, lr_factor
 from openk3.train.balance import update_biases
@@ -80,13 +82,26 @@ def run(
 
     Raises:
         InvalidInput: the data does not fit the model, or is empty.
-        CheckpointError: a checkpoint is damaged, or of another configuration.
-        StorageError: a write failed; the last checkpoint is whole.
+        CheckpointError: a checkpoint or the log is damaged, or of another configuration.
+        StorageError: a write failed, or another process trains in `out`; the last checkpoint is whole.
         TrainingDiverged: a loss or gradient is not finite, or only spikes come; names the step.
     """
     progress, reduction = progress or Silent(), reduction or OneProcess()
-    folder, steps = make_folder(out), config.train.total_steps
-    data = data or open_data(config, progress.preparing)
+    folder = make_folder(out)
+    with only_writer(folder) if reduction.rank == 0 else contextlib.nullcontext():
+        data = data or open_data(config, progress.preparing)
+        return _run(config, folder, data, init_from, progress, reduction)
+
+
+def _run(
+    config: TrainConfig,
+    folder: Path,
+    data: TrainingData,
+    init_from: str | Path | None,
+    progress: Progress,
+    reduction: Reduction,
+) -> RunResult:
+    steps = config.train.total_steps
     store = CheckpointStore(folder / CHECKPOINTS, keep=config.checkpoint.keep)
     state = begin(config, data, store, init_from=init_from, reduction=reduction)
     fresh = state.step == 0 and init_from is None
@@ -116,8 +131,12 @@ def run(
             progress.stepped(row)
             if _due(state.step, steps, config.checkpoint.every):
                 log.sync()
-                store.save(state.step, state.tree(), config=decisive(config))
-    return RunResult(folder, read_jsonl(folder / "metrics.jsonl")[-1], state.model.eval())
+                store.save(state.step, state.tree(), config=decisive(config, data))
+    log_file = folder / "metrics.jsonl"
+    last = next((row for row in reversed(read_jsonl(log_file)) if row["step"] == steps), None)
+    if last is None:
+        raise CheckpointError(f"{log_file}: the row of step {steps} is gone, though its checkpoint is there")
+    return RunResult(folder, last, state.model.eval())
 
 
 def train_step(state: TrainState, config: TrainConfig, reduction: Reduction, peak: float | None) -> Row:

@@ -12,17 +12,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from openk3.checkpoint.atomic import atomic_write_json, atomic_write_text, make_folder
+from openk3.checkpoint.lock import only_writer
+from openk3.config import Count, StrictModel, parse
 from openk3.data import TokenDataset, open_dataset, prepare
 from openk3.data.baselines import gzip_bits_per_byte, xz_bits_per_byte
 from openk3.data.docstrings import exchanges
 from openk3.data.recipe import load_recipe as load_corpus
 from openk3.data.stdlib import stdlib_documents
-from openk3.errors import CheckpointError
+from openk3.errors import CheckpointError, InvalidInput
 from openk3.train.config import TrainConfig
 from openk3.train.loop import RunResult, run
 from openk3.train.progress import Progress, Silent
@@ -30,6 +32,7 @@ from openk3.train.recipes import load_recipe
 
 PRETRAIN, FINETUNE = "quickstart", "quickstart-finetune"
 PROBE_STEPS = 5
+MOST_MINUTES = 7 * 24 * 60
 FINETUNE_SHARE = 0.12
 """Of the time for training."""
 AFTERWARDS = 25.0
@@ -38,13 +41,12 @@ EVALUATION_SHARE = 0.04
 """Of the time for pretraining: the evaluations on the way."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(StrictModel):
     """What a quickstart does, decided once: the corpus recipe, and the steps of both runs."""
 
     corpus: str
-    steps: int
-    finetune_steps: int
+    steps: Count
+    finetune_steps: Count
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,16 @@ def quickstart(
     Raises:
         OpenK3Error: as `openk3.train.run` and `openk3.data.prepare`.
     """
+    if not 1 <= minutes <= MOST_MINUTES:
+        raise InvalidInput(f"quickstart: {minutes} minutes; give 1 to {MOST_MINUTES}")
+    with only_writer(make_folder(out)):
+        return _quickstart(out, minutes, smoke, announce, progress)
+
+
+def _quickstart(
+    out: Path, minutes: float, smoke: bool, announce: Callable[[str], None], progress: Progress
+) -> Trained:
     began = time.perf_counter()
-    make_folder(out)
     corpus = "topics" if smoke else "stdlib"
     announce("preparing text that is already on this machine, and a tokenizer for it")
     data = _corpus(out / "corpus", corpus, progress)
@@ -109,10 +119,16 @@ def quickstart(
 
 
 def _corpus(folder: Path, recipe: str, progress: Progress) -> TokenDataset:
+    vocabulary = load_recipe(PRETRAIN).model.vocab_size
     if not folder.exists():
-        vocabulary = load_recipe(PRETRAIN).model.vocab_size
         prepare(load_corpus(recipe), folder, tokenizer=vocabulary, progress=progress.preparing)
-    return open_dataset(folder)
+    data = open_dataset(folder)
+    if data.manifest.vocab_size != vocabulary:
+        raise InvalidInput(
+            f"{folder.parent}: holds a quickstart of another version of openk3, with a vocabulary of "
+            f"{data.manifest.vocab_size}, not {vocabulary}; give another --out"
+        )
+    return data
 
 
 def _questions(file: Path) -> Path:
@@ -133,7 +149,7 @@ def _planned(
     announce: Callable[[str], None],
 ) -> Plan:
     if file.exists():
-        plan = Plan(**json.loads(file.read_text()))
+        plan = _read_plan(file)
         if plan.corpus != corpus:
             raise CheckpointError(
                 f"{file.parent}: holds a quickstart on the corpus {plan.corpus!r}, not {corpus!r}; "
@@ -141,18 +157,28 @@ def _planned(
             )
         return plan
     if smoke:
-        plan = Plan(corpus, steps=8, finetune_steps=4)
+        plan = Plan(corpus=corpus, steps=8, finetune_steps=4)
     else:
         announce("measuring how fast this machine trains")
         step_seconds = _step_seconds(_pretrain(data, PROBE_STEPS))
         for_training = max(left() - AFTERWARDS, 0)
         plan = Plan(
-            corpus,
+            corpus=corpus,
             steps=max(20, int((1 - FINETUNE_SHARE - EVALUATION_SHARE) * for_training / step_seconds)),
             finetune_steps=max(10, int(FINETUNE_SHARE * for_training / step_seconds)),
         )
-    atomic_write_json(file, asdict(plan))
+    atomic_write_json(file, plan.model_dump())
     return plan
+
+
+def _read_plan(file: Path) -> Plan:
+    try:
+        values = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{file}: not JSON: {error}; remove it to plan anew") from error
+    if not isinstance(values, dict):
+        raise InvalidInput(f"{file}: expected a JSON object; remove it to plan anew")
+    return parse(Plan, values, str(file))
 
 
 def _pretrain(data: TokenDataset, steps: int) -> TrainConfig:

@@ -7,7 +7,7 @@ folder.
 from __future__ import annotations
 
 import difflib
-import tomllib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel
 
-from openk3.config import parse
+from openk3.config import parse, parse_toml, read_toml
 from openk3.errors import InvalidInput
 from openk3.train.config import TrainConfig
 
@@ -44,11 +44,7 @@ def load_recipe(recipe: str | Path, overrides: Mapping[str, str] | None = None) 
     Raises:
         InvalidInput: no such recipe, or an unknown or wrong field; names it and the nearest one that exists.
     """
-    content, source = _read(recipe)
-    try:
-        values: dict[str, Any] = tomllib.loads(content.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{source}: not TOML: {error}") from None
+    values, source = _read(recipe)
     _check_names(_dotted(values), source)
     _check_names(overrides or {}, "command line", flag="--")
     for name, text in (overrides or {}).items():
@@ -104,13 +100,14 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _read(recipe: str | Path) -> tuple[bytes, str]:
-    """A recipe's bytes, and its name in messages."""
+def _read(recipe: str | Path) -> tuple[dict[str, Any], str]:
+    """A recipe's table, and its name in messages."""
     if str(recipe) in recipe_names():
-        return (files("openk3") / "recipes" / f"{recipe}.toml").read_bytes(), f"recipe {recipe}"
+        content = (files("openk3") / "recipes" / f"{recipe}.toml").read_bytes()
+        return parse_toml(content, f"recipe {recipe}"), f"recipe {recipe}"
     path = Path(recipe)
-    if path.is_file():
-        return path.read_bytes(), str(path)
+    if os.path.isfile(path):  # unlike `path.is_file()` also for a name that is too long
+        return read_toml(path), str(path)
     near = difflib.get_close_matches(str(recipe), recipe_names(), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise InvalidInput(
@@ -158,10 +155,10 @@ def _value(name: str, text: str) -> Any:
     """Lists and tables are TOML; everything else is text, which the field's type reads."""
     if not text.startswith(("[", "{")):
         return text
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidInput(f"command line: --{name} {text}: not TOML: {error}") from None
+    table = parse_toml(f"value = {text}".encode(errors="surrogateescape"), f"command line: --{name} {text}")
+    if table.keys() != {"value"}:
+        raise InvalidInput(f"command line: --{name} {text}: more than one value")
+    return table["value"]
 
 
 def _set(values: dict[str, Any], path: Sequence[str], value: Any) -> None:

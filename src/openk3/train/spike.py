@@ -14,21 +14,21 @@ import math
 import statistics
 from typing import Any
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from openk3.config import StrictModel
+from openk3.config import Count, StrictModel
 
 
 class SpikeConfig(StrictModel):
     """When a gradient is a spike."""
 
-    multiple: float = Field(default=10.0, gt=1.0)
-    """Of the running median above which a norm is a spike."""
-    window: PositiveInt = 64
+    multiple: float = Field(default=10.0, gt=1.0, allow_inf_nan=True)
+    """Of the running median above which a norm is a spike; inf skips no finite one."""
+    window: Count = 64
     """Accepted steps that the median is taken over."""
-    history: PositiveInt = 16
+    history: Count = 16
     """Accepted steps before anything is judged: the first gradients of a run have no typical size yet."""
-    patience: PositiveInt = 20
+    patience: Count = 20
     """Skipped steps in a row after which the run has diverged."""
 
 

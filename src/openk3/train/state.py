@@ -7,6 +7,7 @@ memory, the place in the data, random generators and counters. What is not saved
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,11 @@ class TrainState:
             "rng": capture_rng(),
         }
 
-    def restore(self, store: CheckpointStore, config: TrainConfig) -> None:
+    def restore(self, store: CheckpointStore, config: Mapping[str, Any]) -> None:
         """Go on from the latest checkpoint, in place.
+
+        Args:
+            config: the `decisive` part.
 
         Raises:
             CheckpointError: it is of another configuration (fields named), or damaged.
@@ -66,7 +70,7 @@ class TrainState:
         """
         step = store.latest()
         assert step is not None
-        saved = store.load(step, into=self.tree(), config=decisive(config))
+        saved = store.load(step, into=self.tree(), config=config)
         self.guard.restore(saved["guard"])
         self.loader.load_state_dict(saved["loader"])
         self.updates, self.tokens = saved["counters"]["updates"], saved["counters"]["tokens"]
@@ -112,14 +116,17 @@ def begin(
     optimizer = Optimizer(model.named_parameters(), config.optim, config.model)  # masters copy the weights
     state = TrainState(model, optimizer, SpikeGuard(config.train.spike), loader)
     if resumed:
-        state.restore(store, config)
+        state.restore(store, decisive(config, data))
     return state
 
 
-def decisive(config: TrainConfig) -> dict[str, Any]:
-    """The part of a config that decides the numbers of a run: a checkpoint is resumed with the same only."""
+def decisive(config: TrainConfig, data: TrainingData) -> dict[str, Any]:
+    """What decides the numbers of a run: a checkpoint is resumed with the same only.
+
+    Of the data that is what it holds, not where it lies, so that a run and its corpus can be moved.
+    """
     table = as_table(config)
-    return {key: table[key] for key in ("model", "data", "train", "optim", "schedule")}
+    return {key: table[key] for key in ("model", "train", "optim", "schedule")} | {"data": data.identity}
 
 
 def _fill(model: K3, config: TrainConfig, init_from: str | Path | None) -> None:

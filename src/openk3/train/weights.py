@@ -33,7 +33,7 @@ def load_model(
         CheckpointError: there is no checkpoint, or it is damaged.
     """
     store, step = _find(Path(path))
-    table = read_table(ModelConfig, store.config(step)["model"])
+    table = read_table(ModelConfig, _config(store, step)["model"])
     model = K3(parse(ModelConfig, table, str(store.path(step))), dtype=dtype, device=device)
     _fill(model, store, step)
     return model.eval()
@@ -46,7 +46,7 @@ def initialise_from(model: K3, path: str | Path) -> None:
         CheckpointError: there is no checkpoint, it is damaged, or of another model; names the fields.
     """
     store, step = _find(Path(path))
-    there, here = store.config(step)["model"], json.loads(json.dumps(as_table(model.config)))
+    there, here = _config(store, step)["model"], json.loads(json.dumps(as_table(model.config)))
     if fields := list(differences(there, here)):
         raise CheckpointError(f"{store.path(step)} holds another model: {'; '.join(fields)}")
     _fill(model, store, step)
@@ -54,13 +54,21 @@ def initialise_from(model: K3, path: str | Path) -> None:
 
 def _fill(model: K3, store: CheckpointStore, step: int) -> None:
     """Read the weights in the dtype they were saved in, and round them into the model's."""
-    saved_dtype = DTYPES[store.config(step)["train"]["precision"]]
+    saved_dtype = DTYPES[_config(store, step)["train"]["precision"]]
     shapes = K3(model.config, dtype=saved_dtype, device="meta").state_dict()
     saved: dict[str, Any] = {name: torch.empty_like(tensor, device="cpu") for name, tensor in shapes.items()}
     store.load(step, into={"model": saved})
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             tensor.copy_(saved[name])
+
+
+def _config(store: CheckpointStore, step: int) -> dict[str, Any]:
+    """What the checkpoint of a training run was saved with."""
+    match config := store.config(step):
+        case {"model": dict(), "train": {"precision": "fp32" | "bf16"}}:
+            return config
+    raise CheckpointError(f"{store.path(step)}: is no checkpoint of a training run: it names no model")
 
 
 def _find(path: Path) -> tuple[CheckpointStore, int]:

@@ -14,6 +14,7 @@ import torch
 
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.inputs import check_floating
 from openk3.ops.packed import sequence_bounds
 
 __all__ = ["kda", "kda_step"]
@@ -141,14 +142,9 @@ def _check(
             f"{operator}: q, k, g must be [{first}, {second}, K], v [{first}, {second}, V], "
             f"beta [{first}, {second}]; got {shapes}"
         )
-    for name, x in named.items():
-        if not x.is_floating_point() or x.device != q.device:
-            raise InvalidInput(
-                f"{operator}: inputs must be floating point on one device; "
-                f"{name} is {x.dtype} on {x.device}, q on {q.device}"
-            )
-        if name in ("g", "beta"):
-            _check_precise(f"{operator}: {name}", x)
+    check_floating(operator, **named)
+    for name in ("g", "beta"):
+        _check_precise(f"{operator}: {name}", named[name])
 
 
 def _check_state(name: str, state: torch.Tensor, expected: tuple[int, ...], device: torch.device) -> None:

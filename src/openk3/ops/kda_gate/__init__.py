@@ -6,6 +6,7 @@ import torch
 
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.inputs import check_floating
 
 __all__ = ["kda_gate"]
 
@@ -41,12 +42,7 @@ def kda_gate(
             f"kda_gate: z must be [T, H, K], A_log [H] and dt_bias [H, K], got {tuple(z.shape)}, "
             f"{tuple(A_log.shape)} and {None if dt_bias is None else tuple(dt_bias.shape)}"
         )
-    for name, x in (("z", z), ("A_log", A_log), ("dt_bias", z if dt_bias is None else dt_bias)):
-        if not x.is_floating_point() or x.device != z.device:
-            raise InvalidInput(
-                f"kda_gate: inputs must be floating point on one device; "
-                f"{name} is {x.dtype} on {x.device}, z on {z.device}"
-            )
+    check_floating("kda_gate", z=z, A_log=A_log, dt_bias=dt_bias)
     if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
         raise InvalidInput(f"kda_gate: lower_bound must be in [-5, 0) or None, got {lower_bound}")
     match choose("kda_gate", z, implementation, kernels=False):

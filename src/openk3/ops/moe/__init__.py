@@ -11,6 +11,7 @@ import torch
 from openk3.errors import InvalidInput
 from openk3.ops.activation import Activation
 from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.inputs import check_floating
 from openk3.ops.moe.combine import combine
 from openk3.ops.moe.plan import DispatchPlan, plan
 from openk3.ops.moe.route import Routing, route
@@ -87,6 +88,7 @@ def _check(
     for name, (tensor, shape) in wanted.items():
         if tensor.shape != shape:
             raise InvalidInput(f"expert_ffn: {name} is {tuple(tensor.shape)}; x and w1 want {shape}")
+    check_floating("expert_ffn", x=x, weights=weights, w1=w1, w3=w3, w2=w2)
     for name, tensor in {"w1": w1, "w3": w3, "w2": w2}.items():
         if tensor.dtype != x.dtype:
             raise InvalidInput(f"expert_ffn: {name} is {tensor.dtype}, x is {x.dtype}; they must match")

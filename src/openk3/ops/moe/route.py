@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from openk3.errors import InvalidInput
+from openk3.ops.inputs import check_floating
 from openk3.ops.precision import wide
 
 
@@ -58,6 +59,7 @@ def route(
         raise InvalidInput(
             f"route: logits are {tuple(logits.shape)} and bias is {tuple(bias.shape)}; want [T, E] and [E]"
         )
+    check_floating("route", logits=logits, bias=bias)
     if wide(logits.dtype) != logits.dtype or wide(bias.dtype) != bias.dtype:
         raise InvalidInput(f"route: logits are {logits.dtype}, bias is {bias.dtype}; want float32 or float64")
     if not 1 <= k <= logits.shape[1]:

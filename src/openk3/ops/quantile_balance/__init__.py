@@ -11,6 +11,7 @@ import torch
 
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.inputs import check_floating
 from openk3.ops.quantile_balance.bins import bin_edges
 from openk3.ops.quantile_balance.reference import BalancedAssignment, alternating_solver, exact_bias
 from openk3.ops.quantile_balance.update import average_bias, bias_from_histogram, sign_update
@@ -55,7 +56,7 @@ def required_bias_histogram(
         that lies on a bin border into the bin next to it: about 1e-4 of a bin in float32.
 
     Raises:
-        InvalidInput: a shape or dtype does not fit, or bins < 1.
+        InvalidInput: a shape, dtype or device does not fit, or bins < 1.
         KernelUnavailable: the forced implementation does not exist.
     """
     T, E = scores.shape if scores.dim() == 2 else (-1, -1)
@@ -64,6 +65,7 @@ def required_bias_histogram(
             f"required_bias_histogram: scores are {tuple(scores.shape)}, cutoff is {tuple(cutoff.shape)}, "
             f"bias is {tuple(bias.shape)}; want [T, E], [T] and [E]"
         )
+    check_floating("required_bias_histogram", scores=scores, cutoff=cutoff, bias=bias)
     if token_mask is not None and (token_mask.shape != (T,) or token_mask.dtype != torch.bool):
         raise InvalidInput(
             f"required_bias_histogram: token_mask is {tuple(token_mask.shape)} {token_mask.dtype}; "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from openk3.errors import InvalidInput
+from openk3.ops.inputs import check_floating
 from openk3.ops.moe.route import select_experts
 from openk3.ops.quantile_balance.bins import bin_edges
 
@@ -32,9 +33,15 @@ def exact_bias(scores: torch.Tensor, cutoff: torch.Tensor, k: int) -> torch.Tens
         `[n]` in the scores' dtype.
 
     Raises:
-        InvalidInput: there is no token, or k is not in [1, n).
+        InvalidInput: a shape, dtype or device does not fit, there is no token, or k is not in [1, n).
     """
-    m, n = scores.shape
+    m, n = scores.shape if scores.dim() == 2 else (-1, -1)
+    if cutoff.shape != (m,):
+        raise InvalidInput(
+            f"exact_bias: scores are {tuple(scores.shape)}, cutoff is {tuple(cutoff.shape)}; "
+            "want [m, n] and [m]"
+        )
+    check_floating("exact_bias", scores=scores, cutoff=cutoff)
     if m == 0 or not 1 <= k < n:
         raise InvalidInput(f"exact_bias: {m} tokens, {n} experts, k = {k}; want m >= 1 and 1 <= k < n")
     margins = scores - cutoff[:, None]
@@ -72,8 +79,18 @@ def alternating_solver(
         scores: `[m, n]`, m >= 1; k: experts per token, 1 <= k < n.
         iterations: the most updates to make, >= 0; stops early once every load is within 1 of the target.
         between: where alpha_i lies from the (k+1)-th (0) to the k-th (1) largest biased score.
+
+    Raises:
+        InvalidInput: scores are not `[m, n]` floating point, there is no token, k is not in [1, n), or
+            iterations is negative.
     """
-    m, n = scores.shape
+    m, n = scores.shape if scores.dim() == 2 else (0, 0)
+    if m == 0 or not 1 <= k < n or iterations < 0:
+        raise InvalidInput(
+            f"alternating_solver: scores are {tuple(scores.shape)}, k = {k}, {iterations} iterations; want "
+            "[m, n] with m >= 1, 1 <= k < n and no negative count"
+        )
+    check_floating("alternating_solver", scores=scores)
     bias, done = scores.new_zeros(n), 0
     while True:
         biased = scores + bias

@@ -25,10 +25,19 @@ def bias_from_histogram(histogram: torch.Tensor, bias: torch.Tensor, k: int) -> 
 
     Returns:
         `[E]` in bias's dtype; bias itself, bit for bit, when nothing was counted.
+
+    Raises:
+        InvalidInput: a shape, dtype or device does not fit, or k is not in [1, E).
     """
-    E, bins = histogram.shape
-    if bias.shape != (E,) or not 1 <= k < E:
-        raise InvalidInput(f"bias_from_histogram: {E} experts, bias {tuple(bias.shape)}, k = {k}; want k < E")
+    E, bins = histogram.shape if histogram.dim() == 2 else (-1, -1)
+    if histogram.dtype != torch.int64 or bias.shape != (E,) or bins < 1:
+        raise InvalidInput(
+            f"bias_from_histogram: histogram is {tuple(histogram.shape)} {histogram.dtype}, bias is "
+            f"{tuple(bias.shape)}; want [E, bins] int64 and [E]"
+        )
+    _check_bias("bias_from_histogram", bias, "histogram", histogram)
+    if not 1 <= k < E:
+        raise InvalidInput(f"bias_from_histogram: {E} experts, k = {k}; want 1 <= k < E")
     low, width = (x.double() for x in bin_range(bias, bins))
     cumulative = histogram.cumsum(1)
     assigned = cumulative[:, -1:] * k  # q E, whole
@@ -48,7 +57,15 @@ def sign_update(bias: torch.Tensor, load: torch.Tensor, step: float) -> torch.Te
     """The rule that QB replaces: b + step sign(mean load - load), `load [E]` int64 (report §2.3.3).
 
     It is a sign-descent step on the dual whose exact minimiser per expert QB takes (eq. 27).
+
+    Raises:
+        InvalidInput: bias and load are not `[E]` each, on one device.
     """
+    if bias.dim() != 1 or load.shape != bias.shape:
+        raise InvalidInput(
+            f"sign_update: bias is {tuple(bias.shape)}, load is {tuple(load.shape)}; want [E] and [E]"
+        )
+    _check_bias("sign_update", bias, "load", load)
     short = load.sum() - load * load.numel()  # E times too few, whole: the sign is exact
     return bias + step * short.sign().to(bias.dtype)
 
@@ -63,3 +80,11 @@ def average_bias(average: torch.Tensor, bias: torch.Tensor, updates: int, decay:
     if not 0 <= decay < 1:
         raise InvalidInput(f"average_bias: decay is {decay}; want 0 <= decay < 1")
     return average.lerp(bias, max(1 - decay, 2 / (updates + 2)))
+
+
+def _check_bias(operator: str, bias: torch.Tensor, name: str, counts: torch.Tensor) -> None:
+    if not bias.is_floating_point() or bias.device != counts.device:
+        raise InvalidInput(
+            f"{operator}: bias is {bias.dtype} on {bias.device}, {name} on {counts.device}; want a floating "
+            "point bias on the same device"
+        )

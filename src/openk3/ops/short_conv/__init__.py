@@ -12,6 +12,7 @@ import torch
 
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.inputs import check_floating
 from openk3.ops.packed import sequence_bounds
 
 __all__ = ["short_conv"]
@@ -63,12 +64,7 @@ def short_conv(
         raise InvalidInput(
             f"short_conv: initial_state must be [N, W - 1, C] = {expected}, got {tuple(initial_state.shape)}"
         )
-    for name, other in (("x", x), ("weight", weight), ("initial_state", initial_state)):
-        if not other.is_floating_point() or other.device != x.device:
-            raise InvalidInput(
-                f"short_conv: inputs must be floating point on one device; "
-                f"{name} is {other.dtype} on {other.device}, x on {x.device}"
-            )
+    check_floating("short_conv", x=x, weight=weight, initial_state=initial_state)
     match choose("short_conv", x, implementation, kernels=False):
         case "reference":
             from openk3.ops.short_conv.reference import short_conv as run
