@@ -32,5 +32,5 @@ def test_what_cannot_be_read_is_refused_by_name(content, message):
 
 def test_a_name_that_is_no_file_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "absent", tmp_path / ("x" * 300), tmp_path / "nul\0"):
-        with pytest.raises(InvalidInput, match="no such file|cannot read"):
+        with pytest.raises(InvalidInput, match=r"no such file|cannot read"):
             read_toml(path)

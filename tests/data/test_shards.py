@@ -158,7 +158,7 @@ def test_a_folder_without_a_manifest_or_with_a_wrong_one_is_refused(tmp_path):
 
 
 def rewritten(folder, change) -> None:
-    """`change` the manifest, and make it agree with the files again: what damage before the hashes would leave."""
+    """`change` the manifest and make it agree with the files again, as damage before the hashes would."""
     file = folder / "manifest.json"
     manifest = json.loads(file.read_bytes())
     change(manifest)

@@ -82,7 +82,7 @@ def test_another_corpus_of_the_same_size_in_the_same_place_is_refused(tmp_path):
     interrupted(config(one), tmp_path / "run")
     shutil.rmtree(one)
     two.rename(one)
-    with pytest.raises(CheckpointError, match="data.sources"):
+    with pytest.raises(CheckpointError, match=r"data.sources"):
         run(config(one), tmp_path / "run")
 
 
@@ -95,7 +95,7 @@ def test_exchanges_are_known_by_their_content(tmp_path):
         return tiny_config(
             model={"vocab_size": VOCAB},
             data={"kind": "sft", "file": str(path), "tokenizer": str(folder)},
-            train={"steps": 4, "context": 64},
+            train={"steps": 4, "context": 128, "micro_batch_tokens": 128},
             checkpoint={"every": 2},
         )
 
@@ -104,7 +104,7 @@ def test_exchanges_are_known_by_their_content(tmp_path):
     run(settings(tmp_path / "other.jsonl"), tmp_path / "run")
     CheckpointStore(tmp_path / "run" / "checkpoints").rewind(2)
     file.write_text(json.dumps({"question": "a", "answer": "c"}) + "\n")
-    with pytest.raises(CheckpointError, match="data.exchanges"):
+    with pytest.raises(CheckpointError, match=r"data.exchanges"):
         run(settings(file), tmp_path / "run")
 
 

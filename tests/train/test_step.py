@@ -98,7 +98,7 @@ def test_micro_batches_with_unequal_targets_give_the_gradient_of_the_whole_step(
 
     seen: dict[str, torch.Tensor] = {}
     monkeypatch.setattr(state.optimizer, "step", lambda lr: seen.update(gradients(state.model)))
-    monkeypatch.setattr(state.guard, "admits", lambda norm: True)
+    monkeypatch.setattr(state.guard, "admits", lambda norm, loss: True)
     row = step(state, config.model_copy(update={"optim": config.optim.model_copy(update={"grad_clip": 1e9})}))
 
     assert seen.keys() == expected.keys()

@@ -267,5 +267,5 @@ def test_progress_is_plain_lines_where_nobody_watches(capsys):
     assert printed[0] == "encoding"
     assert printed[1].startswith("step 1/2  loss 2.000  lr 1.00e-03  7.1k tok/s  mfu 12.5%  eta ")
     assert printed[2].startswith("step 2/2  loss 2.000  bpb 1.500  ")
-    assert printed[3] == "step 2: gradient norm 9 is a spike, step skipped"
+    assert printed[3] == "step 2: loss 2.000, gradient norm 9: a spike, skipped"
     assert "\x1b" not in "".join(printed)

@@ -68,7 +68,8 @@ class TerminalProgress:
         if row.get("warning"):
             self.notes(row["warning"])
         if row["skipped"]:
-            self.notes(f"step {row['step']:,}: gradient norm {row['grad_norm']:.3g} is a spike, step skipped")
+            numbers = f"loss {row['loss']:.3f}, gradient norm {row['grad_norm']:.3g}"
+            self.notes(f"step {row['step']:,}: {numbers}: a spike, skipped")
 
     def notes(self, text: str) -> None:
         self._console.print(Text(text, style="yellow"))

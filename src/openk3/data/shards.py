@@ -198,7 +198,8 @@ class TokenSplit:
     def __init__(self, folder: Path, name: str, record: SplitRecord, vocab_size: int) -> None:
         self.folder, self.name = folder, name
         try:
-            table: NDArray[np.int64] = np.load(folder / f"{name}.documents.npy")
+            with (folder / f"{name}.documents.npy").open("rb") as file:
+                table: NDArray[np.int64] = np.lib.format.read_array(file, allow_pickle=False)
             self._shards = [np.memmap(folder / shard, _TOKEN, mode="r") for shard in record.shards]
         except ValueError as error:
             raise InvalidInput(f"{folder}: a file of the {name} split is damaged: {error}") from error

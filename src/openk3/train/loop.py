@@ -143,7 +143,8 @@ def train_step(state: TrainState, config: TrainConfig, reduction: Reduction, pea
     """One step, in place; returns its row.
 
     Raises:
-        TrainingDiverged: loss, gradient or logits are not finite, or too many steps in a row were spikes.
+        TrainingDiverged: the loss or a logit is not finite, or too many steps in a row were spikes (a
+            gradient that is not finite is one).
     """
     began = time.perf_counter()
     model, optimizer, step = state.model, state.optimizer, state.step + 1
@@ -174,7 +175,7 @@ def train_step(state: TrainState, config: TrainConfig, reduction: Reduction, pea
     norm = reduction.gradient_norm(model.named_parameters())
     lr = config.optim.lr * lr_factor(step - 1, config.train.total_steps, config.schedule)
     clipped: dict[int, int] = {}
-    if admitted := state.guard.admits(norm):
+    if admitted := state.guard.admits(norm, mean_loss):
         clip_grad_norm(model.named_parameters(), config.optim.grad_clip, norm)
         optimizer.step(lr)
         gammas = optimizer.qk_clip(totals.max_logit)

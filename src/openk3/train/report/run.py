@@ -6,7 +6,6 @@ numbers by layer. A run may be young, killed, or have parts switched off: what i
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openk3.checkpoint.jsonl import read_jsonl
+from openk3.config import read_toml
 from openk3.errors import InvalidInput
 
 Numbers = NDArray[np.float64]
@@ -97,6 +97,6 @@ def read_run(folder: Path) -> Run:
         raise InvalidInput(f"{folder} is not a run folder: it has no metrics.jsonl")
     return Run(
         folder=folder,
-        config=tomllib.loads(config.read_text()) if config.is_file() else {},
+        config=read_toml(config) if config.is_file() else {},
         rows=read_jsonl(metrics),
     )
