@@ -143,3 +143,16 @@ def test_a_debian_source_reads_its_files_and_records_the_package(archive, tmp_pa
     (document,) = corpus.documents
     assert document.source == "some/usr/share/doc/some-doc/guide.rst"
     assert corpus.sources["some"].package.split()[:2] == ["some-doc", "1:2.5-1"]
+
+
+def test_a_user_without_a_home_is_told_what_to_set(tmp_path, monkeypatch):
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("OPENK3_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(InvalidInput, match="OPENK3_CACHE"):
+        default_cache()
+    monkeypatch.setenv("OPENK3_CACHE", str(tmp_path))
+    assert default_cache() == tmp_path

@@ -34,10 +34,17 @@ class UnpackedPackage:
 
 
 def default_cache() -> Path:
-    """`$OPENK3_CACHE`, else `openk3` in the user's cache folder."""
+    """`$OPENK3_CACHE`, else `openk3` in the user's cache folder.
+
+    Raises:
+        InvalidInput: this user has no home folder.
+    """
     if chosen := os.environ.get("OPENK3_CACHE"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "openk3"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "openk3"
+    except RuntimeError:
+        raise InvalidInput("no cache: this user has no home folder; set OPENK3_CACHE to a folder") from None
 
 
 def apt_fetch(package: str, folder: Path) -> None:
