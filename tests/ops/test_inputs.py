@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from openk3.errors import InvalidInput
+from openk3.ops.attnres import attnres_mix
 from openk3.ops.inputs import check_floating
 from openk3.ops.kda_gate import kda_gate
 from openk3.ops.moe import Activation, expert_ffn, plan, route
+from openk3.ops.norm import gated_rms_norm, rms_norm
 from openk3.ops.quantile_balance import (
     alternating_solver,
     bias_from_histogram,
@@ -39,6 +41,18 @@ CALLS = {
     exact_bias: {"scores": torch.rand(T, E), "cutoff": torch.rand(T), "k": K},
     sign_update: {"bias": torch.rand(E), "load": torch.arange(E), "step": 0.1},
     kda_gate: {"z": torch.rand(T, 2, 3), "A_log": torch.rand(2), "dt_bias": torch.rand(2, 3)},
+    rms_norm: {"x": torch.rand(T, L), "weight": torch.rand(L), "eps": 1e-5},
+    gated_rms_norm: {
+        "x": torch.rand(T, L),
+        "gate_logits": torch.rand(T, L),
+        "weight": torch.rand(L),
+        "eps": 1e-5,
+    },
+    attnres_mix: {
+        "sources": [torch.rand(T, L)],
+        "query": torch.rand(L),
+        "key_gain": torch.rand(L),
+    },
     short_conv: {
         "x": torch.rand(T, L),
         "weight": torch.rand(L, 4),

@@ -11,6 +11,7 @@ import torch
 
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.packed import sequence_bounds
 
 __all__ = ["attention"]
 
@@ -49,8 +50,8 @@ def attention(
         KernelUnavailable: the forced implementation cannot run here.
     """
     _check_tensors(q, k, v)
-    offsets_q = _offsets("cu_seqlens_q", cu_seqlens_q, len(q))
-    offsets_k = _offsets("cu_seqlens_k", cu_seqlens_k, len(k))
+    offsets_q = sequence_bounds("attention: cu_seqlens_q", cu_seqlens_q, len(q))
+    offsets_k = sequence_bounds("attention: cu_seqlens_k", cu_seqlens_k, len(k))
     if len(offsets_q) != len(offsets_k):
         raise InvalidInput(
             f"attention: cu_seqlens_q holds {len(offsets_q) - 1} sequences, "
@@ -77,14 +78,3 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if not (q.dtype == k.dtype == v.dtype and q.is_floating_point() and q.device == k.device == v.device):
         kinds = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
         raise InvalidInput(f"attention: q, k and v must share one floating dtype and one device, got {kinds}")
-
-
-def _offsets(name: str, cu_seqlens: torch.Tensor, total: int) -> list[int]:
-    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
-        raise InvalidInput(
-            f"attention: {name} must be int32 [N + 1], got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
-        )
-    offsets: list[int] = cu_seqlens.tolist()
-    if offsets != sorted(offsets) or not offsets or offsets[0] != 0 or offsets[-1] != total:
-        raise InvalidInput(f"attention: {name} must rise from 0 to {total}, got {offsets}")
-    return offsets

@@ -12,6 +12,7 @@ import torch
 
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.inputs import check_floating
 
 __all__ = ["attnres_mix"]
 
@@ -69,6 +70,7 @@ def _check(sources: Sequence[torch.Tensor], query: torch.Tensor, key_gain: torch
                 f"attnres_mix: source {i} is {tuple(source.shape)} {source.dtype} on {source.device}, "
                 f"source 0 is {tuple(first.shape)} {first.dtype} on {first.device}; they must match"
             )
+    check_floating("attnres_mix", sources=first, query=query, key_gain=key_gain)
     for name, vector in (("query", query), ("key_gain", key_gain)):
         if vector.shape != first.shape[1:]:
             raise InvalidInput(

@@ -10,6 +10,7 @@ import torch
 
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.inputs import check_floating
 
 __all__ = ["gated_rms_norm", "l2_norm", "rms_norm"]
 
@@ -70,6 +71,7 @@ def gated_rms_norm(
         KernelUnavailable: the forced implementation cannot run here.
     """
     _check("gated_rms_norm", x, weight, eps)
+    check_floating("gated_rms_norm", x=x, gate_logits=gate_logits)
     if gate_logits.shape != x.shape:
         raise InvalidInput(
             f"gated_rms_norm: gate_logits is {tuple(gate_logits.shape)}, must be {tuple(x.shape)} as x"
@@ -116,5 +118,6 @@ def _check(operator: str, x: torch.Tensor, weight: torch.Tensor | None, eps: flo
             f"{operator}: weight is {tuple(weight.shape)}, x is {tuple(x.shape)}; "
             f"weight must be ({x.shape[-1]},)"
         )
+    check_floating(operator, x=x, weight=weight)
     if not eps > 0:
         raise InvalidInput(f"{operator}: eps must be positive, got {eps}")
