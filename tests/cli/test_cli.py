@@ -162,3 +162,25 @@ def test_a_message_is_one_line_of_what_can_be_shown(capsys, tmp_path):
     file.write_text('"a\\u001b[31m\\u2028b" = 1')
     line = failure(capsys, "params", str(file))
     assert line.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("command", "target", "line"),
+    [
+        (["doctor"], "openk3.cli.doctor.operator_names", "openk3: interrupted"),
+        (
+            ["train", "nano"],
+            "openk3.cli.train.run",
+            "openk3: interrupted; the same command goes on where it stopped",
+        ),
+    ],
+)
+def test_an_interrupt_says_so_and_exits_130(capsys, monkeypatch, tmp_path, command, target, line):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(target, interrupted)
+    code, _, err = run(capsys, *command)
+    assert code == 130
+    assert err.strip().splitlines()[-1] == line

@@ -80,6 +80,16 @@ def test_values_depend_on_seed_and_name_alone():
     assert not torch.equal(other.embed_tokens.weight, whole.embed_tokens.weight)
 
 
+def test_an_experts_values_do_not_depend_on_how_many_there_are():
+    """A rank that holds some of the experts starts them as one that holds all."""
+    few, many = K3(changed(moe__num_experts=4)), K3(changed(moe__num_experts=9))
+    for model in (few, many):
+        initialise(model, 1)
+    name = "layers.2.block_sparse_moe.experts.w3"
+    assert torch.equal(few.state_dict()[name], many.state_dict()[name][:4])
+    assert not torch.equal(few.state_dict()[name][0], few.state_dict()[name][1])
+
+
 def test_a_tensor_without_a_rule_is_an_error():
     model = K3(BASE)
     model.register_parameter("stray", torch.nn.Parameter(torch.zeros(3)))

@@ -28,6 +28,9 @@ COMMANDS = {
     "doctor": "Say what this machine has and which implementations will run.",
 }
 
+RESUMING = ("quickstart", "train")
+INTERRUPTED = 130
+
 
 def root(called: str | None) -> typer.Typer:
     """The command tree, with the subcommand `called` loaded and the others present by name and one line."""
@@ -85,6 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         root(called if called in COMMANDS else None)(words, prog_name="openk3")
     except OpenK3Error as error:
         _refuse(str(error))
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            goes_on = "; the same command goes on where it stopped" if called in RESUMING else ""
+            print(f"openk3: interrupted{goes_on}", file=sys.stderr)
+        raise
     except OSError as error:  # the system refused what no part of the package has words for
         _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 

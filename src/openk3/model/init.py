@@ -1,9 +1,9 @@
 """How every tensor starts, and why: one table, one filler, one check.
 
-Each tensor has a random stream of its own, named by (seed, tensor name): its values depend on nothing else,
-neither on the order of construction nor on which layers this process holds. `check` compares what is in
-memory with the table; the trainer calls it before step 0, because a tensor left as allocated can train,
-badly, without a sign.
+Each tensor, and each routed expert, has a random stream of its own, named by the seed and its name: its
+values depend on nothing else, neither on the order of construction nor on which layers or experts this
+process holds. `check` compares what is in memory with the table; the trainer calls it before step 0,
+because a tensor left as allocated can train, badly, without a sign.
 """
 
 from __future__ import annotations
@@ -84,10 +84,14 @@ def initialise(model: K3, seed: int) -> None:
         InvalidInput: a tensor matches no rule.
     """
     for name, tensor, rule in _matched(model):
-        generator = torch.Generator().manual_seed(_stream(seed, name))
-        values = rule.distribution.draw(tuple(tensor.shape), generator)
-        with torch.no_grad():
-            tensor.copy_(values)
+        # Routed experts are stacked, but each is a tensor of its own: a rank may hold some of them.
+        parts = enumerate(tensor) if ".experts." in name else [(None, tensor)]
+        for expert, part in parts:
+            stream = name if expert is None else f"{name}.{expert}"
+            generator = torch.Generator().manual_seed(_stream(seed, stream))
+            values = rule.distribution.draw(tuple(part.shape), generator)
+            with torch.no_grad():
+                part.copy_(values)
 
 
 def check(model: K3) -> list[str]:
