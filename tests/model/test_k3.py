@@ -43,6 +43,7 @@ def test_mtp_loss_equals_the_formulas():
     expected = plain_k3.mtp_logits(weights(model), model.config, tokens.tolist())
     nll = np.log(np.exp(expected).sum(-1)) - expected[np.arange(5), targets[1:].numpy()]
     assert loss.mtp is not None
+    assert loss.mtp_count.item() == 5
     assert loss.mtp.item() == pytest.approx(nll.sum(), rel=1e-9)
     assert loss.total.item() == pytest.approx(loss.next_token.item() + 0.3 * nll.sum(), rel=1e-9)
 

@@ -226,7 +226,11 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_leaves_its_checkpoint_as_i
     def poisoned(self, *args, **kwargs):
         out = loss(self, *args, **kwargs)
         return type(out)(
-            out.total, out.next_token * (math.nan if _rows(tmp_path) >= 5 else 1), out.mtp, out.count
+            out.total,
+            out.next_token * (math.nan if _rows(tmp_path) >= 5 else 1),
+            out.mtp,
+            out.mtp_count,
+            out.count,
         )
 
     monkeypatch.setattr(K3, "loss", poisoned)

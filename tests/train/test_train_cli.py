@@ -177,7 +177,13 @@ def test_a_loss_that_is_not_a_number_names_the_step_and_the_last_good_checkpoint
         out = loss(self, *args, **kwargs)
         if kwargs.get("record") is not None:
             calls.append(None)
-        return type(out)(out.total, out.next_token * (math.nan if len(calls) == 7 else 1), out.mtp, out.count)
+        return type(out)(
+            out.total,
+            out.next_token * (math.nan if len(calls) == 7 else 1),
+            out.mtp,
+            out.mtp_count,
+            out.count,
+        )
 
     monkeypatch.setattr(K3, "loss", poisoned)
     message = refused(capsys, "train", recipe)

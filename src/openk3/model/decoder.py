@@ -114,12 +114,13 @@ class Loss:
     Attributes:
         total: scalar to differentiate: next-token sum plus the weighted MTP sum.
         next_token, mtp: scalar sums of negative log-likelihood in nats; `mtp` is None without that layer.
-        count: int64 scalar, tokens with a target.
+        count, mtp_count: int64 scalars, tokens with a target for each: a sequence's first has none for MTP.
     """
 
     total: Tensor
     next_token: Tensor
     mtp: Tensor | None
+    mtp_count: Tensor | None
     count: Tensor
 
 
@@ -211,11 +212,11 @@ class K3(nn.Module):
         out = self(tokens, cu_seqlens, record=record)
         next_token, count = linear_cross_entropy(out.hidden, self.head_weight, targets)
         if self.mtp is None or not mtp_weight:
-            return Loss(next_token, next_token, None, count)
+            return Loss(next_token, next_token, None, None, count)
         embedded = self.embed_tokens(tokens)
         further, further_targets = self._run(self.mtp, embedded, out.mixed, targets, cu_seqlens, record)
-        mtp, _ = linear_cross_entropy(further, self.head_weight, further_targets)
-        return Loss(next_token + mtp_weight * mtp, next_token, mtp, count)
+        mtp, mtp_count = linear_cross_entropy(further, self.head_weight, further_targets)
+        return Loss(next_token + mtp_weight * mtp, next_token, mtp, mtp_count, count)
 
     def _run(self, layer: nn.Module, *inputs: Any) -> Any:
         if self.recompute and torch.is_grad_enabled():

@@ -191,7 +191,7 @@ def train_step(state: TrainState, config: TrainConfig, reduction: Reduction, pea
 
     row: Row = {"step": step, "loss": mean_loss, "lr": lr, "grad_norm": norm, "skipped": not admitted}
     if config.train.mtp_weight:
-        row["mtp_loss"] = float(totals.mtp) / max(valid, 1)
+        row["mtp_loss"] = float(totals.mtp) / max(int(totals.mtp_count), 1)
     row |= expert_metrics(totals.load, detail=detail) | bias_metrics(model)
     row |= attention_metrics(totals.max_logit, clipped) | detail_metrics(totals)
     seconds = time.perf_counter() - began  # after the reads above, which wait for the device

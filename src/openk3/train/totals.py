@@ -20,7 +20,7 @@ class StepTotals:
     """Sums, counts and maxima of a step.
 
     Attributes:
-        next_token, mtp: sums of negative log-likelihood, nats.
+        next_token, mtp: sums of negative log-likelihood, nats. mtp_count: tokens in the latter.
         tokens: tokens read, padding left out.
         flops: of the model, as `openk3.train.flops` defines them.
         load, histogram: summed counts by layer. max_logit: largest by layer and head.
@@ -29,6 +29,7 @@ class StepTotals:
 
     next_token: Tensor | float = 0.0
     mtp: Tensor | float = 0.0
+    mtp_count: Tensor | int = 0
     tokens: int = 0
     flops: int = 0
     load: dict[int, Tensor] = field(default_factory=dict)
@@ -40,7 +41,9 @@ class StepTotals:
         """Take in one micro-batch; `batch` is the one on the host, so that nothing waits for the device."""
         self.next_token = self.next_token + loss.next_token.detach().double()
         if loss.mtp is not None:
+            assert loss.mtp_count is not None
             self.mtp = self.mtp + loss.mtp.detach().double()
+            self.mtp_count = self.mtp_count + loss.mtp_count
         mask = batch.token_mask
         self.tokens += batch.tokens.shape[0] if mask is None else int(mask.sum())
         self.flops += model_flops(config, batch.cu_seqlens.diff().tolist(), mtp=loss.mtp is not None).total
@@ -56,12 +59,13 @@ class StepTotals:
 
     def reduced(self, reduction: Reduction) -> StepTotals:
         """The same of the whole step, over all ranks."""
-        local = [float(self.next_token), float(self.mtp), float(self.tokens), float(self.flops)]
-        sums = torch.tensor(local, dtype=torch.float64)
-        next_token, mtp, tokens, flops = reduction.sums(sums).tolist()
+        local = [self.next_token, self.mtp, self.mtp_count, self.tokens, self.flops]
+        sums = torch.tensor([float(value) for value in local], dtype=torch.float64)
+        next_token, mtp, mtp_count, tokens, flops = reduction.sums(sums).tolist()
         return StepTotals(
             next_token=next_token,
             mtp=mtp,
+            mtp_count=round(mtp_count),
             tokens=round(tokens),
             flops=round(flops),
             load=reduction.counts(self.load),
