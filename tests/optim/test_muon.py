@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from tiny_k3 import parameters, set_gradients, tiny_config
 
+from openk3.model import K3, initialise
 from openk3.optim import COEFFICIENTS, OptimConfig, Optimizer, muon, orthogonalize
 from openk3.optim.rules import assign
 
@@ -165,3 +168,80 @@ def test_a_head_moves_by_adamws_rms():
     config = OptimConfig(coefficients="exact")
     norms = head_norms(config, torch.randn(3, 12, 40))
     assert torch.allclose(norms / (12 * 40) ** 0.5, torch.tensor(0.2), rtol=1e-4)
+
+
+# Blocks without a gradient: experts that no token chose.
+
+EXPERTS = "layers.1.block_sparse_moe.experts.w1"
+
+
+def expert_steps(
+    config: OptimConfig, absent: list[set[int]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The experts' weights and momenta before and after each step; in step i `absent[i]` have no gradient."""
+    p = parameters(tiny_config(), torch.float64)[EXPERTS]
+    optimizer = Optimizer([(EXPERTS, p)], config, tiny_config())
+    momentum = optimizer.state_dict()[EXPERTS]["momentum"]
+    weights, momenta = [p.detach().clone()], [momentum.clone()]
+    for seed, experts in enumerate(absent):
+        set_gradients({EXPERTS: p}, seed=seed)
+        p.grad[list(experts)] = 0
+        optimizer.step(0.01)
+        weights.append(p.detach().clone())
+        momenta.append(momentum.clone())
+    return weights, momenta
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_an_expert_without_a_gradient_neither_moves_nor_decays_and_its_momentum_fades(nesterov):
+    config = OptimConfig(nesterov=nesterov, weight_decay=0.3)
+    weights, momenta = expert_steps(config, [set(), {3, 7}, {3}, set()])
+    moved = [[not torch.equal(a[e], b[e]) for a, b in pairwise(weights)] for e in (0, 3, 7)]
+    assert moved == [[True] * 4, [True, False, False, True], [True, False, True, True]]
+    for step in (1, 2):
+        assert torch.allclose(momenta[step + 1][3], 0.95 * momenta[step][3], rtol=1e-12)
+
+
+def test_the_other_experts_move_bitwise_as_if_all_had_a_gradient():
+    weights, _ = expert_steps(OptimConfig(), [set(), {3, 7}])
+    everyone, _ = expert_steps(OptimConfig(), [set(), set()])
+    same = [torch.equal(a, b) for a, b in zip(weights[-1], everyone[-1], strict=True)]
+    assert same == [expert not in (3, 7) for expert in range(25)]
+
+
+def test_an_expert_that_returns_follows_its_new_gradient():
+    """After 100 steps away 0.6% of the momentum is left, a tenth of what one new gradient brings."""
+    p = parameters(tiny_config(), torch.float64)[EXPERTS]
+    optimizer = Optimizer([(EXPERTS, p)], OptimConfig(weight_decay=0.0), tiny_config())
+    generator = torch.Generator().manual_seed(0)
+    old, new = (torch.randn(p.shape, generator=generator, dtype=p.dtype) for _ in range(2))
+    for gradient in [old] * 50 + [torch.zeros_like(p)] * 100 + [new]:
+        before, p.grad = p.detach().clone(), gradient
+        optimizer.step(0.01)
+    moved = (before - p.detach()).flatten(1)
+    toward_new, toward_old = (
+        torch.cosine_similarity(moved, orthogonalize([gradient])[0].flatten(1)) for gradient in (new, old)
+    )
+    assert toward_new.min() > 0.95
+    assert toward_old.abs().max() < 0.3
+
+
+def test_experts_of_a_model_that_are_not_routed_to_stay_as_they_are():
+    """The whole way: a router that never chooses an expert, its exact zeros, the optimizer's step."""
+    model = K3(tiny_config())
+    initialise(model, seed=0)
+    optimizer = Optimizer(model.named_parameters(), OptimConfig(), tiny_config())
+    moe = model.layers[1].block_sparse_moe
+    tokens, cu_seqlens = torch.arange(40) % 50, torch.tensor([0, 40], dtype=torch.int32)
+    history = []
+    for chosen in (True, False, False):
+        moe.gate.e_score_correction_bias[4] = 2.0 if chosen else -2.0  # scores lie in (0, 1)
+        loss = model.loss(tokens, tokens.roll(-1), cu_seqlens)
+        (loss.next_token / loss.count).backward()
+        optimizer.step(0.01)
+        optimizer.zero_grad()
+        history.append([w.detach().clone() for w in (moe.experts.w1, moe.experts.w2, moe.experts.w3)])
+    for before, after in pairwise(history):
+        for a, b in zip(before, after, strict=True):
+            assert torch.equal(a[4], b[4])
+            assert not torch.equal(a, b)

@@ -2,6 +2,12 @@
 
 A block is one head's rows, one expert, or a whole matrix, as `openk3.optim.rules` cuts it. Blocks of one
 shape from all parameters go through Newton-Schulz together.
+
+The orthogonal factor has one size however small its matrix is. So a block whose gradient is exactly zero, an
+expert that no token chose, would be pushed along what is left of its momentum as far as by a real gradient,
+and for as long as any of it is left. Such a block sits the step out: it neither moves nor decays, or experts
+that are not routed to would shrink to nothing. Its momentum takes the zero in like any gradient: it is an
+average over steps, and what it held fades until the expert has tokens again.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update the master of every parameter that has a gradient."""
+        """Update the master of every parameter that has a gradient, but for its blocks where that is zero."""
         for bucket in self._buckets:
             self._step(bucket, lr)
 
@@ -49,9 +55,14 @@ class Muon:
             if grad is None:
                 continue
             own_lr = lr * slot.treatment.lr_scale
-            directions += split.blocks(self._direction(grad, self.state[slot.name]["momentum"]))
-            slot.master.mul_(1 - own_lr * slot.treatment.weight_decay)
-            targets += [(block, own_lr) for block in split.blocks(slot.master)]
+            direction = self._direction(grad, self.state[slot.name]["momentum"])
+            parts = (split.blocks(x) for x in (grad, direction, slot.master))
+            for g, d, block in zip(*parts, strict=True):
+                moves = g.ne(0).flatten(1).any(dim=1)[:, None, None]  # stays on the device
+                directions.append(d * moves)  # the factor of zero is zero
+                kept = torch.ones_like(moves, dtype=block.dtype)
+                block.mul_(kept.masked_fill_(moves, 1 - own_lr * slot.treatment.weight_decay))
+                targets.append((block, own_lr))
         factors = orthogonalize(
             directions, self._config.coefficients, dtype=_NS_DTYPES[self._config.ns_dtype]
         )

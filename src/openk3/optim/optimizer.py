@@ -51,7 +51,9 @@ class Optimizer:
         self._adamw = AdamW([s for s in slots if s.treatment.split is None], config)
 
     def step(self, lr: float) -> None:
-        """One update. A parameter without a gradient keeps its value and its state."""
+        """One update. A parameter without a gradient keeps its value and its state; a block of Muon, such as
+        an expert, whose gradient is exactly zero keeps its value.
+        """
         self._muon.step(lr)
         self._adamw.step(lr)
         self._publish()
