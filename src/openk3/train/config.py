@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
 from openk3.config import Count, ModelConfig, StrictModel, preset
+from openk3.data.probes import Probe
 from openk3.errors import InvalidInput
 from openk3.optim.config import OptimConfig, ScheduleConfig
 from openk3.train.spike import SpikeConfig
@@ -57,13 +58,28 @@ class SftData(StrictModel):
     """What to do with an exchange of more than `train.context` tokens."""
 
 
+class ProbeData(StrictModel):
+    """A recall probe: made sequences, with the loss on the answers. Measured by `openk3.train.probe`."""
+
+    kind: Literal["probe"] = "probe"
+    probe: Probe
+    """What is asked, and how hard; see `openk3.data.probes`."""
+    lengths: tuple[Count, ...] = ()
+    """Tokens of a training sequence, one of these with equal chance; each must divide `train.context`, and
+    none is `train.context` alone."""
+    measured: tuple[Count, ...] = ()
+    """Lengths at which answers are counted after the training; none is `train.context` alone."""
+    measured_sequences: Count = 128
+    """Sequences of each of them."""
+
+
 class GivenData(StrictModel):
     """The caller of `openk3.train.run` passes the data itself."""
 
     kind: Literal["given"] = "given"
 
 
-DataConfig = Annotated[CorpusData | ShardsData | SftData | GivenData, Field(discriminator="kind")]
+DataConfig = Annotated[CorpusData | ShardsData | SftData | ProbeData | GivenData, Field(discriminator="kind")]
 
 
 class LoopConfig(StrictModel):

@@ -26,8 +26,9 @@ from openk3.data import (
 )
 from openk3.data.debian import default_cache
 from openk3.data.loader import Stream
+from openk3.data.probes import ProbeStream
 from openk3.errors import InvalidInput
-from openk3.train.config import CorpusData, GivenData, SftData, ShardsData, TrainConfig
+from openk3.train.config import CorpusData, GivenData, ProbeData, SftData, ShardsData, TrainConfig
 
 Preparing = Callable[[str, int, int], None]
 """Called with (stage, done, total) while a corpus is prepared."""
@@ -67,6 +68,8 @@ def open_data(config: TrainConfig, preparing: Preparing) -> TrainingData:
             return _mixture(weights, config)
         case SftData() as sft:
             return _exchanges(sft, config)
+        case ProbeData() as made:
+            return _probe(made, config)
         case GivenData():
             raise InvalidInput("data.kind is 'given': pass the data to openk3.train.run(..., data=...)")
 
@@ -148,6 +151,18 @@ def _exchanges(sft: SftData, config: TrainConfig) -> TrainingData:
         "too_long": sft.too_long,
     }
     return TrainingData(stream, tokenizer=tokenizer, identity=identity, notes=notes)
+
+
+def _probe(made: ProbeData, config: TrainConfig) -> TrainingData:
+    probe, loop = made.probe, config.train
+    if probe.vocab_size > config.model.vocab_size:
+        raise InvalidInput(
+            f"data.probe: {probe.kind} has a vocabulary of {probe.vocab_size}, model.vocab_size is "
+            f"{config.model.vocab_size}; it must be at least that"
+        )
+    lengths = made.lengths or (loop.context,)
+    stream = ProbeStream(probe, lengths, loop.context, loop.seed)
+    return TrainingData(stream, identity={"probe": probe.model_dump(mode="json"), "lengths": list(lengths)})
 
 
 def _exchange(line: bytes) -> tuple[str, str]:
