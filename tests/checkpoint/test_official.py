@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openk3.checkpoint.official import official_tensors
+from openk3.checkpoint.official.layout import official_tensors
 from openk3.config import PRESETS
 
 ASSETS = Path(os.environ.get("OPENK3_K3_ASSETS", Path(__file__).parents[2].parent / "shared" / "k3"))

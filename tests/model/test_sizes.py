@@ -7,7 +7,7 @@ import math
 import pytest
 
 from model.tiny import VARIANTS
-from openk3.checkpoint.official import official_tensors
+from openk3.checkpoint.official.layout import official_tensors
 from openk3.config import PRESETS
 from openk3.model import K3
 from openk3.model.sizes import count

@@ -21,6 +21,8 @@ COMMANDS = {
     "train": "Train a model from a recipe; an interrupted run resumes by itself.",
     "generate": "Continue a text with a trained model.",
     "chat": "Talk to a trained model on the terminal.",
+    "convert": "Write a checkpoint in another form: ours, or the released layout in BF16 or MXFP4.",
+    "inspect": "Say what a checkpoint holds, and whether it will load, without loading it.",
     "params": "Count the parameters of a configuration, or list its tensors.",
     "tokenizer": "Train, inspect and use tokenizers.",
     "data": "Prepare corpora into token shards, and look into them.",

@@ -62,7 +62,7 @@ def _as_dict(sizes: Sizes) -> dict[str, object]:
 
 
 def _print_tensors(config: ModelConfig) -> None:
-    from openk3.checkpoint.official import official_tensors
+    from openk3.checkpoint.official.layout import official_tensors
 
     print("name\tshape\tdtype\tbytes")
     for tensor in official_tensors(config):

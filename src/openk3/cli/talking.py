@@ -38,21 +38,30 @@ class Speaker:
 
 
 def load(run: Path) -> Speaker:
-    """The model and tokenizer of a run folder, or of one of its checkpoints.
+    """The model and tokenizer of a run, of one of its checkpoints, or of a folder in the released layout.
 
     Raises:
         InvalidInput, CheckpointError: something of the two is missing or damaged.
     """
     model = load_model(run)
-    folders = [folder for folder in (run, *run.parents[:2]) if (folder / FILE_NAME).is_file()]
-    if not folders:
-        raise InvalidInput(f"{run}: no {FILE_NAME} in it or above it; is it a run folder?")
-    tokenizer = Tokenizer.load(folders[0])
+    tokenizer = Tokenizer.load(tokenizer_file(run))
     if tokenizer.vocab_size != model.config.vocab_size:
         raise InvalidInput(
             f"{run}: the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}"
         )
     return Speaker(model, tokenizer)
+
+
+def tokenizer_file(run: Path) -> Path:
+    """The vocabulary of a run, of one of its checkpoints, or of a folder in the released layout.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    for folder in (run, *run.parents[:2]):
+        if (folder / FILE_NAME).is_file():
+            return folder / FILE_NAME
+    raise InvalidInput(f"{run}: no {FILE_NAME} in it or above it; is it a run folder?")
 
 
 def write_stream(speaker: Speaker, prompt: list[int], most: int, sampling: Sampling) -> str:

@@ -1,6 +1,6 @@
 """A trained model's weights without its training state: for `--init-from`, generation and chat.
 
-Takes a run folder (its latest checkpoint) or one checkpoint folder in it.
+Takes a run folder (its latest checkpoint), one checkpoint folder in it, or a folder in the released layout.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from openk3.checkpoint.official.config_reading import canonical
+from openk3.checkpoint.official.folder import OfficialFolder, is_official_folder
+from openk3.checkpoint.official.load import fill, load_official
 from openk3.checkpoint.state_tree import differences
 from openk3.checkpoint.train_state import CheckpointStore
 from openk3.config import ModelConfig, parse
@@ -27,16 +30,28 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def load_model(
     path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> K3:
-    """The model of a run or checkpoint folder, ready to run (`eval`).
+    """The model of a run, a checkpoint of one, or a folder in the released layout, ready to run (`eval`).
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    if is_official_folder(Path(path)):
+        return load_official(path, dtype=dtype, device=device)
+    store, step, config = describe_run(path)
+    model = K3(config, dtype=dtype, device=device)
+    _fill(model, store, step)
+    return model.eval()
+
+
+def describe_run(path: str | Path) -> tuple[CheckpointStore, int, ModelConfig]:
+    """The store, the step and the model that a run or checkpoint folder means.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
     store, step = _find(Path(path))
     table = read_table(ModelConfig, _config(store, step)["model"])
-    model = K3(parse(ModelConfig, table, str(store.path(step))), dtype=dtype, device=device)
-    _fill(model, store, step)
-    return model.eval()
+    return store, step, parse(ModelConfig, table, str(store.path(step)))
 
 
 def initialise_from(model: K3, path: str | Path) -> None:
@@ -45,11 +60,43 @@ def initialise_from(model: K3, path: str | Path) -> None:
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or of another model; names the fields.
     """
-    store, step = _find(Path(path))
-    there, here = _config(store, step)["model"], json.loads(json.dumps(as_table(model.config)))
-    if fields := list(differences(there, here)):
-        raise CheckpointError(f"{store.path(step)} holds another model: {'; '.join(fields)}")
+    if is_official_folder(Path(path)):
+        with OfficialFolder.open(path) as folder:
+            _check_same(folder.config, model.config, str(path))
+            fill(model, folder)
+        return
+    store, step, there = describe_run(path)
+    _check_same(there, model.config, str(store.path(step)))
     _fill(model, store, step)
+
+
+def save_weights(model: K3, path: str | Path) -> Path:
+    """Write the weights alone to a new folder at `path`, which is then read like a run's.
+
+    Raises:
+        InvalidInput: there is a checkpoint already.
+        StorageError: the system refused a write.
+    """
+    store = CheckpointStore(Path(path) / CHECKPOINTS)
+    dtypes = {dtype: name for name, dtype in DTYPES.items()}
+    config = {
+        "model": as_table(model.config),
+        "train": {"precision": dtypes[model.embed_tokens.weight.dtype]},
+    }
+    return store.save(0, {"model": model.state_dict()}, config=config)
+
+
+_OF_STORAGE = {"vision": None, "expert_format": "bf16"}
+"""What a model in memory is not told by: how its checkpoint stores it."""
+
+
+def _check_same(there: ModelConfig, here: ModelConfig, source: str) -> None:
+    tables = (
+        json.loads(json.dumps(as_table(canonical(config.model_copy(update=_OF_STORAGE)))))
+        for config in (there, here)
+    )
+    if fields := list(differences(*tables)):
+        raise CheckpointError(f"{source} holds another model: {'; '.join(fields)}")
 
 
 def _fill(model: K3, store: CheckpointStore, step: int) -> None:
