@@ -17,7 +17,6 @@ from openk3.data.probes import (
     MARKS,
     START,
     Copy,
-    Draws,
     Needle,
     Probe,
     ProbeStream,
@@ -267,29 +266,6 @@ def test_a_loader_reads_the_stream_and_goes_on_where_it_was():
     for expected, found in zip(steps[2], next(resumed), strict=True):
         assert expected.tokens.equal(found.tokens)
         assert expected.cu_seqlens.tolist() == found.cu_seqlens.tolist() == [0, 32, 64]
-
-
-def test_draws_below_a_bound_reach_every_number_and_a_subset_has_no_repeats():
-    draws = Draws(1, 2, 3)
-    assert chi_square(np.bincount(draws.below(7, 20000), minlength=7)) < 5
-    for _ in range(50):
-        subset = draws.subset(20, 8)
-        assert len(set(subset.tolist())) == 8
-        assert 0 <= subset.min() <= subset.max() < 20
-    assert sorted(draws.subset(9, 9)) == list(range(9))
-
-
-@pytest.mark.parametrize("name", [(0,), (1, 2, 3), (2**63 - 1, 0, 8192, 10**9)])
-def test_draws_are_those_of_the_published_generator(name):
-    """PCG64 (XSL-RR), in whole numbers, from the state that NumPy's seeding gives."""
-    state = np.random.PCG64(np.random.SeedSequence(name)).state["state"]
-    at, raw = state["state"], []
-    for _ in range(20):
-        at = (at * 0x2360ED051FC65DA44385DF649FCCF645 + state["inc"]) % 2**128
-        mixed, turn = (at >> 64) ^ (at % 2**64), at >> 122
-        raw.append((mixed >> turn | mixed << (64 - turn)) % 2**64)
-    assert Draws(*name).below(1000, 20).tolist() == [bits % 1000 for bits in raw]
-    assert Draws(*name).subset(20, 20).tolist() == sorted(range(20), key=lambda i: raw[i])
 
 
 def test_a_probe_is_read_from_a_table_by_its_kind():

@@ -5,7 +5,7 @@
 `preparation`  all of it, into token shards        `shards`     the shards, written and opened
 `windows`    pretraining: documents to windows     `examples`   fine-tuning: examples to packs
 `mixing`     several streams in proportion         `loader`     streams to batches, per step and rank
-`probes`     made sequences with answers        `baselines`  gzip and xz on the held-out text
+`probes`     made sequences with answers           `baselines`  gzip and xz on the held-out text
 """
 
 from openk3.data.batch import IGNORED, Batch
