@@ -1,7 +1,7 @@
 """What is kept on disk: the state of a training run, and the small atomic writes that everything else uses.
 
 `train_state`  `CheckpointStore`: save, load and keep the full state of a run
-`official`     the released tensor layout: names, shapes and dtypes
+`official`     the released safetensors layout, in and out
 `rng`          the state of the random number generators, as part of that state
 `jsonl`        append-only logs that a resumed run continues without gaps or doubles
 `atomic`       files and folders that appear whole or not at all; needs no torch

@@ -69,7 +69,7 @@ def read(folder: Path) -> Checksums | None:
             )
         shards = {
             name: ShardSums(
-                int(shard["bytes"]), *_numbers(shard["header"]), tuple(_numbers(shard["tensors"]))
+                int(shard["bytes"]), _numbers(shard["header"])[0], tuple(_numbers(shard["tensors"]))
             )
             for name, shard in table["shards"].items()
         }

@@ -194,7 +194,7 @@ class TensorReader:
         if out.numel() != stored.bytes:
             raise ValueError(f"{name} has {stored.bytes} bytes, the buffer {out.numel()}")
         self._fill(name, stored, stored.offset, out)
-        if name in self._checksums and zlib.crc32(out.numpy()) != self._checksums[name]:
+        if name in self._checksums and zlib.crc32(out.numpy().data) != self._checksums[name]:
             raise CheckpointError(
                 f"{stored.file}: damaged: {name} is not what was written (its checksum differs)"
             )
@@ -208,7 +208,7 @@ class TensorReader:
         self._fill(name, stored, stored.offset + first * row, out)
 
     def _fill(self, name: str, stored: StoredTensor, offset: int, out: Tensor) -> None:
-        view = memoryview(out.numpy())
+        view = out.numpy().data
         done = 0
         try:
             file = self._descriptor(stored.file)
@@ -261,7 +261,7 @@ class ShardWriter:
             raise ValueError(
                 f"{name} was announced as {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}"
             )
-        data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         self.crc32[name] = zlib.crc32(data)
         self._file.write(data)
         self._next += 1

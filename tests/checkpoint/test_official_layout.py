@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
+from checkpoint.released import asset
 from openk3.checkpoint.official.layout import official_tensors
 from openk3.config import PRESETS
-
-ASSETS = Path(os.environ.get("OPENK3_K3_ASSETS", Path(__file__).parents[2].parent / "shared" / "k3"))
 
 
 def test_the_full_model_has_the_published_number_of_tensors_and_bytes():
@@ -28,10 +25,7 @@ def test_the_full_model_has_the_published_number_of_tensors_and_bytes():
 
 
 def _table(name: str) -> list[list[str]]:
-    path = ASSETS / name
-    if not path.exists():
-        pytest.skip(f"{path} is not here: set OPENK3_K3_ASSETS to the folder with the released tables")
-    header, *rows = (line.split("\t") for line in path.read_text().splitlines() if line)
+    header, *rows = (line.split("\t") for line in asset(name).read_text().splitlines() if line)
     assert header[:4] == ["name_pattern", "layer_set", "shape", "dtype"]
     return rows
 
