@@ -353,9 +353,9 @@ def test_loading_and_converting_hold_less_than_a_layer_beside_the_model(tmp_path
     config = K3_FORM.model_copy(
         update={
             "hidden_size": 512,
-            "num_layers": 6,
+            "num_layers": 8,
             "moe": K3_FORM.moe.model_copy(
-                update={"num_experts": 32, "expert_width": 256, "latent_width": 256}
+                update={"num_experts": 64, "expert_width": 256, "latent_width": 256}
             ),
         }
     )

@@ -156,14 +156,14 @@ def _values(text: Mapping[str, Any], kind: str) -> dict[str, Any]:
     }
     block = text.get("attn_res_block_size")
     values["attn_res"] = {"kind": "none"} if block is None else {"kind": "block", "block_size": block}
+    values["mla"] = _mla(text, need) if text.get("kv_lora_rank") is not None else None
+    need.check()
     if linear is None:
         values["mla_layers"] = tuple(range(1, layers + 1)) if isinstance(layers, int) else ()
     else:
         linear = _table(linear, "linear_attn_config")
         values["mla_layers"] = _mla_layers(linear, layers)
         values["kda"] = _kda(_Needed(linear, "linear_attn_config."))
-    values["mla"] = _mla(text, need) if text.get("kv_lora_rank") is not None else None
-    need.check()
     return values
 
 
@@ -261,7 +261,7 @@ def _kda(need: _Needed) -> dict[str, Any]:
 
 def _mla(text: Mapping[str, Any], need: _Needed) -> dict[str, Any]:
     heads = need("num_attention_heads")
-    if text.get("num_key_value_heads", heads) != heads:
+    if heads is not None and text.get("num_key_value_heads", heads) != heads:
         raise _ConfigError(f"num_key_value_heads is {text['num_key_value_heads']}, heads are {heads}")
     return {
         "num_heads": heads,
