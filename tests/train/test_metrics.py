@@ -70,6 +70,7 @@ def test_mfu_is_model_flops_over_time_and_peak(run_folder):
         # Document borders only take attention pairs away.
         most = model_flops(tiny_config().model, [32] * 4, mtp=True)
         assert most.weights + most.recurrence < flops <= most.total * 1.000001
+        assert row["flops"] == pytest.approx(flops)
 
 
 def test_scalars_name_layers_from_one_and_leave_lists_out():

@@ -19,6 +19,7 @@ from openk3.errors import OpenK3Error
 COMMANDS = {
     "quickstart": "Train the nano model on text that is already on this machine, then talk to it.",
     "train": "Train a model from a recipe; an interrupted run resumes by itself.",
+    "ablate": "Say what a part is worth: a set of training runs, several seeds each, into a table.",
     "generate": "Continue a text with a trained model.",
     "chat": "Talk to a trained model on the terminal.",
     "convert": "Write a checkpoint in another form: ours, or the released layout in BF16 or MXFP4.",
@@ -30,7 +31,7 @@ COMMANDS = {
     "doctor": "Say what this machine has and which implementations will run.",
 }
 
-RESUMING = ("quickstart", "train")
+RESUMING = ("quickstart", "train", "ablate")
 INTERRUPTED = 130
 
 

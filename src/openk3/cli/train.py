@@ -9,8 +9,11 @@ import typer
 from rich.console import Console
 
 from openk3.cli.progress import TerminalProgress
+from openk3.errors import InvalidInput
 from openk3.train.allocator import keep_freed_memory
+from openk3.train.config import ProbeData
 from openk3.train.loop import RunResult, run
+from openk3.train.probe import ProbeResult, run_probe
 from openk3.train.recipes import load_recipe, parse_overrides, recipe_names
 
 app = typer.Typer()
@@ -39,9 +42,24 @@ def train(
     config = load_recipe(recipe, parse_overrides(context.args))
     keep_freed_memory()
     folder = out or Path("runs") / Path(recipe).stem
+    if isinstance(config.data, ProbeData):
+        if init_from is not None:
+            raise InvalidInput("--init-from: a recall probe is trained from new weights")
+        with TerminalProgress() as progress:
+            _print_answers(run_probe(config, folder, progress=progress))
+        return
     with TerminalProgress() as progress:
         result = run(config, folder, init_from=init_from, progress=progress)
     _print_summary(result)
+
+
+def _print_answers(result: ProbeResult) -> None:
+    console = Console(highlight=False)
+    for at in result.recalled:
+        console.print(
+            f"{result.probe} at {at.length:,} tokens: {at.accuracy:.1%} of {at.answers:,} answers right "
+            f"(guessing: {at.chance:.1%}, knowing what was shown but not where: {at.unbound:.1%})"
+        )
 
 
 def _print_summary(result: RunResult) -> None:

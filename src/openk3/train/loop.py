@@ -195,7 +195,8 @@ def train_step(state: TrainState, config: TrainConfig, reduction: Reduction, pea
     row |= expert_metrics(totals.load, detail=detail) | bias_metrics(model)
     row |= attention_metrics(totals.max_logit, clipped) | detail_metrics(totals)
     seconds = time.perf_counter() - began  # after the reads above, which wait for the device
-    row |= {"tokens": state.tokens, "step_seconds": seconds, "tokens_per_second": totals.tokens / seconds}
+    row |= {"tokens": state.tokens, "flops": totals.flops}
+    row |= {"step_seconds": seconds, "tokens_per_second": totals.tokens / seconds}
     if peak is not None:
         row["mfu"] = totals.flops / seconds / (peak * reduction.ranks)
     return row

@@ -7,7 +7,8 @@ record that survives kills without gaps or doubles, and from there to TensorBoar
 step                finished steps                      loss, mtp_loss     nats per token, of this step
 lr, grad_norm       peak schedule, norm before clip     skipped            the update was refused as a spike
 tokens, seconds     seen and spent since step 0         step_seconds       of this step, evaluation left out
-tokens_per_second   within this step                    mfu                share of the peak, if it is known
+tokens_per_second   within this step                    flops              of the model, in this step
+mfu                 share of the peak, if it is known
 load_max, maxvio    fullest expert / mean, minus 1      dead_experts       share without a token in the step
 bias_range          largest - smallest balance bias     max_logit          of any head; clipped_heads: number
 attn_res, state_norm, load                              detail steps: weights by source, norms, counts

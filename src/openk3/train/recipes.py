@@ -6,6 +6,7 @@ folder.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +35,10 @@ def recipe_names() -> list[str]:
     return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
 
 
-def load_recipe(recipe: str | Path, overrides: Mapping[str, str] | None = None) -> TrainConfig:
-    """A recipe of the package by name, or a TOML file, with fields set from text.
+def load_recipe(
+    recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, str] | None = None
+) -> TrainConfig:
+    """A recipe of the package by name, a TOML file, or what such a file holds, with fields set from text.
 
     Args:
         overrides: text by dotted field name, as `{"optim.lr": "2e-3"}`; read as the field's type. Lists and
@@ -100,8 +103,10 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _read(recipe: str | Path) -> tuple[dict[str, Any], str]:
-    """A recipe's table, and its name in messages."""
+def _read(recipe: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """A recipe's table, the caller's to change, and its name in messages."""
+    if isinstance(recipe, Mapping):
+        return copy.deepcopy(dict(recipe)), "recipe"
     if str(recipe) in recipe_names():
         content = (files("openk3") / "recipes" / f"{recipe}.toml").read_bytes()
         return parse_toml(content, f"recipe {recipe}"), f"recipe {recipe}"
