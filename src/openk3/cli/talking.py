@@ -11,8 +11,7 @@ import torch
 from openk3.chat import Tokenizer
 from openk3.chat.tokenizer import FILE_NAME
 from openk3.errors import InvalidInput
-from openk3.model import K3
-from openk3.model.generate import Sampling, generate
+from openk3.model.generate import LanguageModel, Sampling, generate
 from openk3.train.weights import load_model
 
 
@@ -20,7 +19,7 @@ from openk3.train.weights import load_model
 class Speaker:
     """A model that can be written to and read from in text."""
 
-    model: K3
+    model: LanguageModel
     tokenizer: Tokenizer
 
     @property
@@ -43,7 +42,15 @@ def load(run: Path) -> Speaker:
     Raises:
         InvalidInput, CheckpointError: something of the two is missing or damaged.
     """
-    model = load_model(run)
+    return with_tokenizer(load_model(run), run)
+
+
+def with_tokenizer(model: LanguageModel, run: Path) -> Speaker:
+    """`model` and the tokenizer that lies beside its weights in `run`.
+
+    Raises:
+        InvalidInput: there is none, or it is another model's.
+    """
     tokenizer = Tokenizer.load(tokenizer_file(run))
     if tokenizer.vocab_size != model.config.vocab_size:
         raise InvalidInput(

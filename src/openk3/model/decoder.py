@@ -161,6 +161,11 @@ class K3(nn.Module):
         self.mtp = MtpLayer(config, seams, at) if config.mtp_layers else None
 
     @property
+    def device(self) -> torch.device:
+        """Where tokens go in and logits come out."""
+        return self.embed_tokens.weight.device
+
+    @property
     def head_weight(self) -> Tensor:
         """`[V, d]`, the embedding itself when tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
@@ -184,7 +189,7 @@ class K3(nn.Module):
         Raises:
             InvalidInput: shapes, borders or token ids are wrong.
         """
-        _check_packed(tokens, cu_seqlens, self.config.vocab_size, state)
+        check_packed(tokens, cu_seqlens, self.config.vocab_size, state)
         stream = Stream((), self.embed_tokens(tokens))
         states: list[LayerState] = []
         for index, layer in enumerate(self.layers):
@@ -224,8 +229,14 @@ class K3(nn.Module):
         return layer(*inputs)
 
 
-def _check_packed(tokens: Tensor, cu_seqlens: Tensor, vocabulary: int, state: DecodeState | None) -> None:
-    """Shapes everywhere; values only on the CPU, since another device would have to be read back."""
+def check_packed(tokens: Tensor, cu_seqlens: Tensor, vocabulary: int, state: DecodeState | None) -> None:
+    """What a model demands of its tokens.
+
+    Shapes everywhere; values only on the CPU, since another device would have to be read back.
+
+    Raises:
+        InvalidInput: shapes, borders or token ids are wrong.
+    """
     if tokens.ndim != 1 or tokens.dtype != torch.int64:
         raise InvalidInput(f"K3: tokens must be int64 [T], got {tokens.dtype} {tuple(tokens.shape)}")
     if cu_seqlens.ndim != 1 or cu_seqlens.dtype != torch.int32 or cu_seqlens.shape[0] < 1:

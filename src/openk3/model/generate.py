@@ -8,14 +8,36 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from openk3.config import ModelConfig
 from openk3.errors import InvalidInput
-from openk3.model.decoder import K3
+from openk3.model.decoder import Output
 from openk3.model.state import DecodeState
 
 Tensor = torch.Tensor
+
+
+class LanguageModel(Protocol):
+    """What decoding asks of a model: a `K3`, or one that keeps its weights elsewhere."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go in and logits come out."""
+        ...
+
+    def __call__(self, tokens: Tensor, cu_seqlens: Tensor, *, state: DecodeState | None = None) -> Output:
+        """Packed tokens `[T]` through the decoder; see `K3.forward`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[M, d]` to `[M, V]`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +65,7 @@ class Sampling:
 
 
 def generate(
-    model: K3,
+    model: LanguageModel,
     prompt: list[int],
     max_new_tokens: int,
     *,
@@ -65,7 +87,7 @@ def generate(
         raise InvalidInput("generate: the prompt has no tokens; start from [BOS] to write freely")
     if wrong := [t for t in prompt if not 0 <= t < vocabulary]:
         raise InvalidInput(f"generate: token {wrong[0]} is outside the model's vocabulary of {vocabulary}")
-    device = model.embed_tokens.weight.device
+    device = model.device
     generator = torch.Generator().manual_seed(sampling.seed)
     state: DecodeState | None = None
     tokens = torch.tensor(prompt, device=device)
