@@ -7,6 +7,7 @@ import io
 import json
 import math
 import random
+import re
 import statistics
 import subprocess
 from pathlib import Path
@@ -21,11 +22,13 @@ from matplotlib.image import imread
 from tiny_run import MODEL
 
 from openk3.checkpoint.jsonl import read_jsonl
+from openk3.cli.main import main
 from openk3.config import preset
 from openk3.data import load_recipe, prepare
 from openk3.errors import InvalidInput
 from openk3.train.ablation import runner
 from openk3.train.ablation.config import AblationSet, load_set, set_names
+from openk3.train.ablation.estimate import Pace
 from openk3.train.ablation.plan import Run, distinct, entries, first_choices, trials
 from openk3.train.ablation.plot import group_picture
 from openk3.train.ablation.results import Result, measured
@@ -423,6 +426,71 @@ def test_a_second_time_nothing_is_run_but_what_failed(studied):
     assert {path: path.read_bytes() for path in out.glob("runs/depth-*/*.*")} == before
     assert again.lines == found.lines
     assert (out / "table.md").read_text() == table
+
+
+def finished_set(corpus: str, folder: Path) -> str:
+    """A set without a search whose runs are those that `wanted` compared."""
+    variants = [{"name": "block"}, group()["variants"][1]]
+    variants[1]["overrides"]["optim"] = {"lr": 2e-2}
+    path = folder / "finished.toml"
+    path.write_text(tomli_w.dumps(wanted_table(corpus, variants)))
+    return str(path)
+
+
+def wanted_table(corpus: str, variants: list[dict]) -> dict:
+    return {"name": "tiny", "base": base(corpus), "seeds": [0, 1], "groups": [group(variants=variants)]}
+
+
+def called(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    return ended.value.code or 0
+
+
+def test_the_command_says_in_short_what_the_table_holds(studied, corpus, tmp_path, capsys, monkeypatch):
+    _, out, _, found = studied
+    assert called("ablate", finished_set(corpus, tmp_path), "--out", str(out), "--jobs", "2") == 0
+    printed = capsys.readouterr().out
+    assert "4 of 4 runs are finished already" in printed
+    block, none = (line for line in found.lines if line.equal == "tokens")
+    assert f"  block: {block.values['bits_per_byte'].value:.4f} ± " in printed
+    assert f"({none.differences['bits_per_byte'].value:+.4f} ± " in printed
+    assert (out / "table.md").read_text().count("| none |") == 1  # equal tokens are equal FLOPs
+
+
+def test_the_command_names_the_runs_that_failed(corpus, tmp_path, capsys):
+    path = tmp_path / "failing.toml"
+    nervous = {
+        "name": "nervous",
+        "overrides": {"train": {"spike": {"history": 1, "multiple": 1.0001, "patience": 1}}},
+    }
+    path.write_text(tomli_w.dumps(wanted_table(corpus, [{"name": "calm"}, nervous])))
+    assert (
+        called("ablate", str(path), "--out", str(tmp_path / "out"), "--seeds", "1", "--train.steps", "6") == 2
+    )
+    captured = capsys.readouterr()
+    assert captured.err.startswith(
+        "openk3: error: failed runs: 1; the others are in the table. The first, depth-nervous"
+    )
+    assert "| calm | " in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_a_dry_run_counts_and_measures_and_leaves_nothing(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert called("ablate", finished_set(corpus, tmp_path), "--dry-run", "--jobs", "1") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "all │ 4 │ │ 2,048 │" in printed
+    assert re.search(r"about \d+ minutes at 1 runs at a time of", printed)
+    assert [path.name for path in tmp_path.iterdir()] == ["finished.toml"]
+
+
+def test_the_estimate_adds_up_starts_and_steps_over_those_at_a_time():
+    runs = planned(ablation())
+    pace = Pace(flops_per_second=1e9, overhead=3.0)
+    expected = sum(3.0 + run.flops / 1e9 for run in runs)
+    assert pace.seconds(runs, 1) == pytest.approx(expected)
+    assert pace.seconds(runs, 2) == pytest.approx(expected / 2)
+    assert pace.seconds(runs, 99) == pytest.approx(expected / len(runs))
 
 
 def test_finished_runs_leave_no_weights_unless_they_are_asked_for(studied, corpus, tmp_path):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Self
@@ -61,10 +62,8 @@ def ablate(
 
     ablation = load_set(set_, parse_overrides(context.args), seeds)
     workers = _workers(ablation, jobs, threads)
-    # A supervisor's polite end is one here too: no run may outlive this process.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console(highlight=False)
-    with Display(console) as display:
+    with _ends_when_told(), Display(console) as display:
         if dry_run:
             _print_plan(ablation, workers, display, console)
             return
@@ -81,7 +80,7 @@ def ablate(
     if done.failures:
         label, reason = next(iter(done.failures.items()))
         raise OpenK3Error(
-            f"{len(done.failures)} runs failed, the others are in the table; the first, {label}: {reason}"
+            f"failed runs: {len(done.failures)}; the others are in the table. The first, {label}: {reason}"
         )
 
 
@@ -177,6 +176,16 @@ def _print_lines(ablation: AblationSet, lines: Sequence[Line], console: Console)
                     console.print(Text(f"  {line.variant}: {headline(line)}"))
 
 
+@contextlib.contextmanager
+def _ends_when_told() -> Iterator[None]:
+    """A supervisor's SIGTERM unwinds as an interrupt does: no run may outlive this process."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _workers(ablation: AblationSet, jobs: int | None, threads: int | None) -> Workers:
     """Runs share the cores evenly; where there are several GPUs, they take turns on them."""
     cores = len(os.sched_getaffinity(0))
@@ -201,13 +210,16 @@ def _print_plan(ablation: AblationSet, workers: Workers, display: Display, conso
     searches, compared = trials(ablation), entries(ablation, first_choices(ablation))
     runs = [*distinct(searches), *distinct(compared)]
     table = Table(title=f"{ablation.name}: {len(runs)} runs", title_justify="left")
-    for heading in ("run", "steps", "tokens", "model FLOPs"):
-        table.add_column(heading, justify="left" if heading == "run" else "right")
+    table.add_column("what")
+    for heading in ("runs", "steps of each", "tokens", "model FLOPs"):
+        table.add_column(heading, justify="right")
+    alike: dict[str, list[Run]] = {}
     for run in runs:
-        table.add_row(run.label, f"{run.steps:,}", f"{run.tokens:,}", f"{run.flops:.3g}")
+        alike.setdefault(run.label.rpartition("-seed")[0], []).append(run)
+    for what, own in alike.items():
+        table.add_row(what, f"{len(own)}", f"{own[0].steps:,}", *_sums(own))
     table.add_section()
-    tokens, flops = sum(run.tokens for run in runs), sum(run.flops for run in runs)
-    table.add_row("all", f"{sum(run.steps for run in runs):,}", f"{tokens:,}", f"{flops:.3g}")
+    table.add_row("all", f"{len(runs)}", "", *_sums(runs))
     console.print(table)
     if searches:
         console.print("runs that depend on a search are listed with its first candidate")
@@ -219,3 +231,7 @@ def _print_plan(ablation: AblationSet, workers: Workers, display: Display, conso
         f"about {minutes:.0f} minutes at {workers.jobs} runs at a time of {workers.threads} CPU threads: "
         f"{pace.flops_per_second:.3g} model FLOPs per second in each, {pace.overhead:.0f} s beside its steps"
     )
+
+
+def _sums(runs: Sequence[Run]) -> tuple[str, str]:
+    return f"{sum(run.tokens for run in runs):,}", f"{sum(run.flops for run in runs):.3g}"

@@ -23,14 +23,19 @@ from typing import Any
 import torch
 
 from openk3 import __version__
-from openk3.checkpoint.atomic import atomic_write_bytes, atomic_write_text, make_folder
+from openk3.checkpoint.atomic import (
+    atomic_write_bytes,
+    atomic_write_json,
+    atomic_write_text,
+    make_folder,
+)
 from openk3.checkpoint.lock import only_writer
 from openk3.train.ablation.config import AblationSet
-from openk3.train.ablation.plan import Run, distinct, entries, trials
+from openk3.train.ablation.plan import Entry, Run, Trial, distinct, entries, first_choices, trials
 from openk3.train.ablation.results import ACCURACY, Result, measured, results
 from openk3.train.ablation.runner import RunsProgress, Workers, run_all, run_folder
 from openk3.train.ablation.summary import Choice, Line, choose, chosen, summarise
-from openk3.train.ablation.table import as_json, csv_text, markdown
+from openk3.train.ablation.table import csv_text, markdown
 from openk3.train.data import Preparing, open_data
 
 RUNS = "runs"
@@ -72,8 +77,8 @@ def study(
     folder = make_folder(out)
     with only_writer(folder):
         searches = trials(ablation)
-        stand_ins = {(trial.group, trial.variant): 0 for trial in searches}
-        data = prepare_data(distinct(entries(ablation, stand_ins)), preparing)
+        to_come: list[Trial | Entry] = [*searches, *entries(ablation, first_choices(ablation))]
+        data = prepare_data(distinct(to_come), preparing)
         below = make_folder(folder / RUNS)
         failures: dict[str, str] = {}
 
@@ -92,22 +97,31 @@ def study(
         places = entries(ablation, chosen(choices))
         failed = run(distinct(places), "comparing")
         rows = results(places, below, failed)
-        lines = summarise(ablation, rows)
-        made = _made(workers)
-        atomic_write_text(folder / "results.csv", csv_text(rows))
-        record = {
-            "set": ablation.model_dump(mode="json"),
-            "made": made,
-            "data": data,
-            "searches": [dataclasses.asdict(choice) for choice in choices],
-            "lines": [dataclasses.asdict(line) for line in lines],
-            "results": [dataclasses.asdict(row) for row in rows],
-            "failures": failures,
-        }
-        atomic_write_text(folder / "results.json", as_json(record))
-        atomic_write_text(folder / "table.md", markdown(ablation, lines, choices, failures, made))
-        _draw(folder, ablation, lines, rows)
-    return Study(folder, lines, choices, failures)
+        done = Study(folder, summarise(ablation, rows), choices, failures)
+        _write(done, ablation, rows, _made(workers), data)
+    return done
+
+
+def _write(
+    done: Study,
+    ablation: AblationSet,
+    rows: Sequence[Result],
+    made: Mapping[str, str],
+    data: Sequence[Mapping[str, Any]],
+) -> None:
+    record = {
+        "set": ablation.model_dump(mode="json"),
+        "made": made,
+        "data": data,
+        "searches": [dataclasses.asdict(choice) for choice in done.choices],
+        "lines": [dataclasses.asdict(line) for line in done.lines],
+        "results": [dataclasses.asdict(row) for row in rows],
+        "failures": done.failures,
+    }
+    atomic_write_json(done.folder / "results.json", record)
+    atomic_write_text(done.folder / "results.csv", csv_text(rows))
+    atomic_write_text(done.table, markdown(ablation, done.lines, done.choices, done.failures, made))
+    _draw(done.folder, ablation, done.lines, rows)
 
 
 def prepare_data(runs: Iterable[Run], preparing: Preparing) -> list[Mapping[str, Any]]:

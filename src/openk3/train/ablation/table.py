@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -178,8 +177,3 @@ def _grid(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1
     lines = [headings, ["---"] * words + ["---:"] * (len(headings) - words), *rows]
     escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
-
-
-def as_json(value: Any) -> str:
-    """Indented JSON text with a line end."""
-    return json.dumps(value, indent=1) + "\n"
