@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed import ListedDocuments, numbered_documents, stream_by_definition, windows_by_definition
 
-from openk3.data.windows import Windows, permutation
+from openk3.data.loader import Loader
+from openk3.data.windows import ShuffledWindows, Windows, permutation
 from openk3.errors import InvalidInput
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=12)
@@ -92,3 +95,50 @@ def test_seeds_and_epochs_give_different_orders():
 def test_an_empty_corpus_and_an_empty_window_are_refused(documents, context):
     with pytest.raises(InvalidInput, match="both must be positive"):
         Windows(ListedDocuments(documents), context, 0)
+
+
+# Windows in an order of their own.
+
+
+@settings(max_examples=50, deadline=None)
+@given(LENGTHS, st.integers(1, 20), st.integers(0, 2**63 - 1))
+def test_shuffled_windows_are_the_windows_each_once(lengths, context, seed):
+    windows = Windows(numbered_documents(lengths), context, seed)
+    shuffled = ShuffledWindows(windows)
+    count = 3 * max(1, sum(lengths) // context)
+    found = {index: shuffled.sample(index) for index in reversed(range(count))}  # asked for in any order
+    there = [windows.sample(index) for index in range(count)]
+    for a, b in zip(by_content(found.values()), by_content(there), strict=True):
+        assert a == b
+
+
+def by_content(samples):
+    return sorted((s.tokens.tolist(), s.targets.tolist(), s.lengths) for s in samples)
+
+
+def test_shuffled_windows_tear_documents_apart_and_seeds_and_epochs_differ():
+    documents = numbered_documents([400, 400])
+
+    def neighbours(stream, first):
+        """Pairs of windows of one document, side by side in an epoch."""
+        owner = [int(stream.sample(i).tokens[0]) // 400 for i in range(first, first + 200)]
+        return sum(a == b for a, b in pairwise(owner))
+
+    windows = Windows(documents, 4, 0)
+    assert neighbours(windows, 0) == 198
+    orders = set()
+    for seed in range(4):
+        shuffled = ShuffledWindows(Windows(documents, 4, seed))
+        for epoch in range(3):
+            assert 60 < neighbours(shuffled, 200 * epoch) < 140  # 99.5 expected, deviation 7
+            samples = (shuffled.sample(200 * epoch + i) for i in range(200))
+            orders.add(tuple(int(sample.tokens[0]) for sample in samples))
+            assert shuffled.epoch(200 * epoch) == epoch
+    assert len(orders) == 12
+
+
+def test_a_place_in_one_order_is_refused_in_the_other():
+    windows = Windows(numbered_documents([40, 30]), 5, 0)
+    state = Loader(windows, 2, 2).state_dict()
+    with pytest.raises(InvalidInput, match="shuffled"):
+        Loader(ShuffledWindows(windows), 2, 2).load_state_dict(state)

@@ -56,6 +56,15 @@ def shards(*folders, weights=(1.0, 1.0)):
     return {"kind": "shards", "sources": sources}
 
 
+def test_windows_are_shuffled_where_that_is_asked_for(prepared):
+    read = {order: open_data(config(shards(prepared / "one") | {"order": order}), silent).stream for order in
+            ("documents", "windows")}  # fmt: skip
+    first = {order: [stream.sample(i).tokens.tolist() for i in range(20)] for order, stream in read.items()}
+    assert isinstance(read["documents"], Windows)
+    assert first["documents"] != first["windows"]
+    assert "shuffled" in read["windows"].identity()
+
+
 def test_one_folder_is_read_as_windows_with_its_validation_and_tokenizer(prepared):
     data = open_data(config(shards(prepared / "one")), silent)
     dataset = open_dataset(prepared / "one")

@@ -15,7 +15,7 @@ from openk3.data.mixing import Mixture
 from openk3.data.preparation import prepare
 from openk3.data.recipe import Recipe, load_recipe
 from openk3.data.shards import TokenDataset, TokenSplit, open_dataset
-from openk3.data.windows import Windows
+from openk3.data.windows import ShuffledWindows, Windows
 
 __all__ = [
     "IGNORED",
@@ -25,6 +25,7 @@ __all__ = [
     "Loader",
     "Mixture",
     "Recipe",
+    "ShuffledWindows",
     "TokenDataset",
     "TokenSplit",
     "Windows",

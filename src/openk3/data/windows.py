@@ -94,6 +94,38 @@ class Windows:
         return OrderedDocuments(self._documents, order)
 
 
+class ShuffledWindows:
+    """The windows of a stream in an order of their own. Implements `loader.Stream`.
+
+    In the order of documents neighbouring windows are mostly of one document, and so is a small batch: its
+    gradient is that document's. Here each run of as many windows as an epoch fills is shuffled within itself;
+    every window is still read once, and sample i is still a pure function of (seed, i).
+    """
+
+    def __init__(self, windows: Windows) -> None:
+        self.tokens_per_sample = windows.tokens_per_sample
+        self._windows = windows
+        self._run = max(1, windows.n_tokens // windows.tokens_per_sample)
+        self._order = functools.lru_cache(maxsize=2)(self._new_order)
+
+    def sample(self, index: int) -> Sample:
+        """Window `index` in this order: exactly `context` tokens."""
+        run, place = divmod(index, self._run)
+        return self._windows.sample(run * self._run + int(self._order(run)[place]))
+
+    def epoch(self, index: int) -> int:
+        """How often as many tokens as the corpus has were read before sample `index`."""
+        return self._windows.epoch(index)
+
+    def identity(self) -> dict[str, int]:
+        """What must not change between saving a position and going on from it."""
+        return {**self._windows.identity(), "shuffled": self._run}
+
+    def _new_order(self, run: int) -> NDArray[np.int64]:
+        # Seeds of runs are below 2^63: the complement is no seed of an order of documents.
+        return permutation(self._run, 2**64 - 1 - self._windows.seed, run)
+
+
 class OrderedDocuments:
     """Documents in an order, as one run of tokens: `ends[j]` is where the document in place j ends."""
 

@@ -19,6 +19,10 @@ from openk3.errors import InvalidInput
 from openk3.optim.config import OptimConfig, ScheduleConfig
 from openk3.train.spike import SpikeConfig
 
+Order = Literal["documents", "windows"]
+"""How windows follow each other: "documents" reads one shuffled document after another, so that a step of few
+windows is mostly of one document; "windows" shuffles the windows too."""
+
 
 class CorpusData(StrictModel):
     """A corpus recipe, prepared into a cache on first use."""
@@ -30,6 +34,7 @@ class CorpusData(StrictModel):
     """A finished tokenizer; None trains one with the model's vocabulary size."""
     cache: Path | None = None
     """Folder of prepared corpora; None is the user's cache."""
+    order: Order = "documents"
 
 
 class Shards(StrictModel):
@@ -44,6 +49,7 @@ class ShardsData(StrictModel):
 
     kind: Literal["shards"] = "shards"
     sources: tuple[Shards, ...] = Field(min_length=1)
+    order: Order = "documents"
 
 
 class SftData(StrictModel):

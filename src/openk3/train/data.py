@@ -17,6 +17,7 @@ from openk3.data import (
     Example,
     Examples,
     Mixture,
+    ShuffledWindows,
     TokenDataset,
     TokenSplit,
     Windows,
@@ -28,7 +29,7 @@ from openk3.data.debian import default_cache
 from openk3.data.loader import Stream
 from openk3.data.probes import ProbeStream
 from openk3.errors import InvalidInput
-from openk3.train.config import CorpusData, GivenData, ProbeData, SftData, ShardsData, TrainConfig
+from openk3.train.config import CorpusData, GivenData, Order, ProbeData, SftData, ShardsData, TrainConfig
 
 Preparing = Callable[[str, int, int], None]
 """Called with (stage, done, total) while a corpus is prepared."""
@@ -58,14 +59,14 @@ def open_data(config: TrainConfig, preparing: Preparing) -> TrainingData:
     match config.data:
         case CorpusData() as corpus:
             folder = _prepared(corpus, config.model.vocab_size, preparing)
-            return _mixture({folder: 1.0}, config)
-        case ShardsData(sources=sources):
+            return _mixture({folder: 1.0}, corpus.order, config)
+        case ShardsData(sources=sources, order=order):
             weights = {source.folder: source.weight for source in sources}
             if len(weights) < len(sources):
                 raise InvalidInput(
                     f"data.sources: a folder stands twice in {[str(s.folder) for s in sources]}"
                 )
-            return _mixture(weights, config)
+            return _mixture(weights, order, config)
         case SftData() as sft:
             return _exchanges(sft, config)
         case ProbeData() as made:
@@ -86,7 +87,7 @@ def _prepared(corpus: CorpusData, vocab_size: int, preparing: Preparing) -> Path
     return folder
 
 
-def _mixture(weights: dict[Path, float], config: TrainConfig) -> TrainingData:
+def _mixture(weights: dict[Path, float], order: Order, config: TrainConfig) -> TrainingData:
     vocab = config.model.vocab_size
     datasets: dict[Path, TokenDataset] = {f: open_dataset(f, vocab_size=vocab) for f in weights}
     first, *others = datasets.values()
@@ -97,10 +98,11 @@ def _mixture(weights: dict[Path, float], config: TrainConfig) -> TrainingData:
                 "prepare both with the same one"
             )
     context, seed = config.train.context, config.train.seed
-    streams: dict[str, Stream] = {
-        f"{number}-{dataset.manifest.provenance.recipe.name}": Windows(dataset.train, context, seed)
-        for number, dataset in enumerate(datasets.values())
-    }
+    streams: dict[str, Stream] = {}
+    for number, dataset in enumerate(datasets.values()):
+        windows = Windows(dataset.train, context, seed)
+        name = f"{number}-{dataset.manifest.provenance.recipe.name}"
+        streams[name] = windows if order == "documents" else ShuffledWindows(windows)
     stream: Stream = next(iter(streams.values()))
     if others:
         stream = Mixture(streams, dict(zip(streams, weights.values(), strict=True)))
