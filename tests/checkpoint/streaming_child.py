@@ -1,6 +1,6 @@
 """A process that generates from a checkpoint and says what that took; tests and the benchmark start it.
 
-streaming_child.py FOLDER BUDGET DTYPE PROMPT TOKENS   BUDGET in bytes, 0 to load the checkpoint whole
+streaming_child.py FOLDER BUDGET PROMPT TOKENS   BUDGET in bytes, 0 to load the checkpoint whole
 
 Prints one JSON object. Memory is the largest resident size during the work, less that after the imports.
 """
@@ -21,9 +21,9 @@ from openk3.checkpoint.streamed.model import StreamedK3
 from openk3.model.generate import Sampling, generate
 
 
-def spend(folder: Path, budget: int, *, dtype: str = "float32", prompt: int = 24, tokens: int = 16) -> dict:
+def spend(folder: Path, budget: int, *, prompt: int = 24, tokens: int = 16) -> dict:
     """Run this file in a process of its own and return what it printed."""
-    words = [sys.executable, __file__, str(folder), str(budget), dtype, str(prompt), str(tokens)]
+    words = [sys.executable, __file__, str(folder), str(budget), str(prompt), str(tokens)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -36,7 +36,7 @@ def resident(what: str) -> int:
 
 
 def main() -> None:
-    path, budget, dtype, prompt, tokens = sys.argv[1:]
+    path, budget, prompt, tokens = sys.argv[1:]
     torch.set_num_threads(1)
     Path("/proc/self/clear_refs").write_text("5")  # the largest resident size starts anew
     start = resident("VmRSS")
@@ -45,7 +45,7 @@ def main() -> None:
     if int(budget):
         with (
             OfficialFolder.open(path) as folder,
-            StreamedK3(folder, int(budget), dtype=getattr(torch, dtype)) as model,
+            StreamedK3(folder, int(budget)) as model,
         ):
             ids = torch.randint(model.config.vocab_size, (int(prompt),), generator=numbers).tolist()
             result["tokens"] = list(generate(model, ids, int(tokens), sampling=Sampling(seed=1)))
@@ -59,7 +59,7 @@ def main() -> None:
                 "seconds": decode.seconds / decode.tokens,
             }
     else:
-        whole = load_official(path, dtype=getattr(torch, dtype))
+        whole = load_official(path)
         ids = torch.randint(whole.config.vocab_size, (int(prompt),), generator=numbers).tolist()
         began = time.perf_counter()
         written = []

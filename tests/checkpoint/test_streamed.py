@@ -31,9 +31,9 @@ FORMS = {
 }
 
 
-def least_budget(folder, **options) -> int:
+def least_budget(folder) -> int:
     with pytest.raises(InvalidInput, match="are too few") as error:
-        StreamedK3(folder, 1, **options)
+        StreamedK3(folder, 1)
     return int(re.search(r"at least ([\d,]+)", str(error.value))[1].replace(",", ""))
 
 
@@ -71,18 +71,17 @@ def test_logits_and_greedy_tokens_are_those_of_the_checkpoint_loaded_whole(tmp_p
                 assert list(generate(model, [5, 250, 17], 8, sampling=GREEDY)) == written
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("experts", ["bf16", "mxfp4"])
-def test_every_budget_gives_the_same_bits(tmp_path, experts, dtype):
+def test_every_budget_gives_the_same_bits(tmp_path, experts):
     config = K3_FORM.model_copy(update={"num_layers": 6})
     tokens, cu_seqlens = packed([9, 4], 300)
     further = torch.tensor([3, 299])
     one_each = torch.tensor([0, 1, 2], dtype=torch.int32)
     found, divisions = [], set()
     with OfficialFolder.open(saved(tmp_path / "c", config, experts=experts)) as folder:
-        least = least_budget(folder, dtype=dtype)
+        least = least_budget(folder)
         for budget in range(least, least + 200_000, 20_000):
-            with StreamedK3(folder, budget, dtype=dtype) as model:
+            with StreamedK3(folder, budget) as model:
                 divisions.add((len(model.division.streamed), model.division.slots))
                 assert model.division.held <= budget
                 out = model(tokens, cu_seqlens)
@@ -163,8 +162,6 @@ def test_a_budget_too_small_says_what_would_do_and_for_what(tmp_path):
         least = least_budget(folder)
         with pytest.raises(InvalidInput, match=f"at least {least:,}"):
             StreamedK3(folder, least - 1)
-        with pytest.raises(InvalidInput, match="want float32 or bfloat16"):
-            StreamedK3(folder, plenty(folder), dtype=torch.float16)
 
 
 @pytest.mark.parametrize("place", ["layers.1.self_attn.o_proj", "layers.2.block_sparse_moe.experts."])
@@ -261,5 +258,4 @@ def test_memory_stays_within_the_budget_for_a_checkpoint_of_a_gigabyte(tmp_path)
     config = shaped_like_k3(hidden=512, layers=8, experts=256, chosen=8, width=768, latent=512, vocab=4096)
     folder = write_synthetic(tmp_path / "c", config)
     assert sum(shard.stat().st_size for shard in shards(folder)) > 1e9
-    for dtype in ("float32", "bfloat16"):
-        check_memory(folder, dtype=dtype, prompt=60, tokens=32)
+    check_memory(folder, prompt=60, tokens=200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import threading
 from collections import OrderedDict
@@ -157,12 +158,13 @@ def weights_of(folder, layer, expert):
     return {m: folder.read(f"{stem}.{m}.weight_packed") for m in ("w1", "w2", "w3")}
 
 
-@given(
-    st.integers(1, 10),
-    st.lists(st.tuples(st.integers(1, 6), st.sets(st.integers(0, 3), min_size=1)), max_size=12),
-)
-@settings(max_examples=40, deadline=None)
-def test_slots_give_the_right_bytes_and_the_hits_of_least_recently_used(folder, count, requests):
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 10])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_slots_give_the_right_bytes_and_the_hits_of_least_recently_used(folder, count, seed):
+    draw = random.Random(seed)
+    requests = [
+        (draw.choice((1, 1, 1, 2, 2, 5)), draw.sample(range(4), draw.randint(1, 4))) for _ in range(80)
+    ]
     usage = Usage()
     with ThreadPoolExecutor(3) as threads:
         slots = ExpertSlots(folder, threads, usage)
@@ -172,14 +174,14 @@ def test_slots_give_the_right_bytes_and_the_hits_of_least_recently_used(folder, 
         for layer, experts in requests:
             got = {}
             order = []
-            for e, expert in slots.each(layer, sorted(experts)):
+            for e, expert in slots.each(layer, experts):
                 order.append(e)
                 got[e] = {m: expert._tensor(f"{m}.weight_packed").clone() for m in ("w1", "w2", "w3")}
-            assert set(got) == experts
+            assert sorted(order) == sorted(experts)
             for e, matrices in got.items():
                 expected = weights_of(folder, layer, e)
                 assert all(torch.equal(matrices[m], expected[m]) for m in expected)
-            found = [e for e in sorted(experts) if (layer, e) in held]
+            found = [e for e in experts if (layer, e) in held]
             assert order[: len(found)] == found  # what is in memory comes first
             hits += len(found)
             for e in order:
@@ -234,11 +236,11 @@ def test_a_user_who_stops_early_leaves_every_slot_usable(folder, threads):
 # ---------------------------------------------------------------------------------------------------- trunk
 
 
-def trunk_of(folder, threads, streamed, dtype=torch.float32):
+def trunk_of(folder, threads, streamed):
     specs = [spec for spec in folder.specs.values() if spec.ours and spec.expert is None]
     layers = [
         LayerWeights(
-            DecoderLayer(folder.config, i, LOCAL, At(dtype, torch.device("meta"))),
+            DecoderLayer(folder.config, i, LOCAL, At(torch.float32, torch.device("meta"))),
             folder,
             [spec for spec in specs if spec.layer == i],
         )
@@ -249,9 +251,9 @@ def trunk_of(folder, threads, streamed, dtype=torch.float32):
     return trunk
 
 
-def assert_layer(folder, weights, index, dtype=torch.float32):
+def assert_layer(folder, weights, index):
     """Every tensor is the file's, by our name, in the dtype that a model has it in."""
-    layer = DecoderLayer(folder.config, index, LOCAL, At(dtype, torch.device("meta")))
+    layer = DecoderLayer(folder.config, index, LOCAL, At(torch.float32, torch.device("meta")))
     wanted = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     wanted = {name: tensor for name, tensor in wanted.items() if ".experts." not in name}
     assert weights.keys() == wanted.keys()
@@ -263,13 +265,12 @@ def assert_layer(folder, weights, index, dtype=torch.float32):
         assert torch.equal(tensor, stored.to(tensor.dtype)), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("streamed", [(), (0, 3, 5), (1, 2, 3, 4, 5, 6), tuple(range(7))])
-def test_each_layer_has_its_tensors_whether_pinned_or_streamed(folder, streamed, dtype):
+def test_each_layer_has_its_tensors_whether_pinned_or_streamed(folder, streamed):
     with ThreadPoolExecutor(1) as ahead:
-        trunk = trunk_of(folder, ahead, streamed, dtype)
+        trunk = trunk_of(folder, ahead, streamed)
         for index in [*range(7), *range(7)]:
-            assert_layer(folder, trunk.weights(index), index, dtype)
+            assert_layer(folder, trunk.weights(index), index)
 
 
 def test_the_next_streamed_layer_is_read_while_one_is_in_use(folder, monkeypatch):
@@ -293,13 +294,12 @@ def test_a_pass_that_ended_early_does_not_confuse_the_next(folder):
 # ----------------------------------------------------------------------------------------------------- ends
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_head_gives_equal_bits_pinned_and_in_blocks_and_the_products_of_the_matrix(
-    folder, threads, monkeypatch, dtype
+    folder, threads, monkeypatch
 ):
     monkeypatch.setattr(ends, "BLOCK_BYTES", 100 * 64)  # of the 300 rows of 64 bytes
     name = "language_model.lm_head.weight"
-    hidden = torch.randn(3, folder.config.hidden_size).to(dtype)
+    hidden = torch.randn(3, folder.config.hidden_size)
     found = []
     for pinned in (True, False):
         usage = Usage()
@@ -312,9 +312,7 @@ def test_the_head_gives_equal_bits_pinned_and_in_blocks_and_the_products_of_the_
     assert torch.equal(*found)
     expected = hidden.double() @ folder.read(name).double().T
     assert found[0].dtype == torch.float32
-    torch.testing.assert_close(
-        found[0].double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2
-    )
+    torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_embedding_rows_are_those_of_the_tokens_and_each_is_read_once(folder):

@@ -75,14 +75,14 @@ def divide(budget: int, needs: Needs) -> Division:
             f"{needs.always:,} to work in, {least_trunk:,} for layers, {head_blocks:,} for the head, "
             f"{slots * needs.expert:,} for experts"
         )
-    streamed, head_pinned = least_streamed, head_blocks == needs.head
+    streamed, head_pinned = least_streamed, False
 
     def more_slots(most: int) -> int:
         return max(0, min(most - slots, (budget - held) // needs.expert)) if needs.expert else 0
 
     added = more_slots(min(needs.chosen, needs.experts))
     slots, held = slots + added, held + added * needs.expert
-    if not head_pinned and held - head_blocks + needs.head <= budget:
+    if held - head_blocks + needs.head <= budget:
         head_pinned, held = True, held - head_blocks + needs.head
     for candidate, cost in trunks:  # fewest streamed first
         if held - least_trunk + cost <= budget:

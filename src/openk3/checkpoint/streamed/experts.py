@@ -117,13 +117,11 @@ class ExpertSlots:
                     read.result()
                     reading.popleft()
                     self._held[layer, expert] = slot
-                self._held.move_to_end((layer, expert))
-                needed.add((layer, expert))
-                yield (
-                    expert,
-                    Expert(self._name((layer, expert)), self._layout, self._slab[self._held[layer, expert]]),
-                )
-                needed.remove((layer, expert))
+                key = layer, expert
+                self._held.move_to_end(key)
+                needed.add(key)
+                yield expert, Expert(self._name(key), self._layout, self._slab[self._held[key]])
+                needed.remove(key)
         finally:
             for _, slot, read in reading:  # given up: the slots are free once nobody writes there
                 read.exception()

@@ -1,7 +1,8 @@
 """A model whose weights stay on disk: the passes of `openk3.model.K3`, with what each layer needs brought in.
 
-Computes with the weights of the file in the dtype asked for; nothing is rounded but by the products. Decoding
-states and activations are the caller's: they come on top of the budget.
+Activations and products are float32, which holds every stored weight exactly: a layer is widened when it
+runs, an expert block by block. Products of bfloat16 would need no widening, but torch on a CPU keeps half a
+megabyte for each shape of one, and decoding makes new shapes with every token: no budget would hold.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from openk3.checkpoint.streamed.ends import Head, embedding_rows
 from openk3.checkpoint.streamed.experts import ExpertSlots
 from openk3.checkpoint.streamed.trunk import LayerWeights, Trunk
 from openk3.checkpoint.streamed.usage import Usage
-from openk3.errors import InvalidInput
 from openk3.model.decoder import DecoderLayer, Output, check_packed
 from openk3.model.kda import KdaAttention
 from openk3.model.layers import At, Linear, RmsNorm
@@ -34,6 +34,7 @@ from openk3.model.state import DecodeState, LayerState
 
 Tensor = torch.Tensor
 
+COMPUTE = torch.float32
 READERS = 4
 """Experts that are read at once."""
 
@@ -49,8 +50,6 @@ class StreamedK3:
         budget: bytes for all that is held: layers, head, experts, buffers that files are read into, and what
             a layer's weights are widened and joined in. States and activations come on top: they grow with
             the tokens.
-        dtype: of activations and products. float32 widens the weights of a layer when it runs and those of an
-            expert block by block; bfloat16 multiplies them as they are stored.
         readers: how many experts are read at once.
 
     Attributes:
@@ -58,7 +57,7 @@ class StreamedK3:
         usage: what was read so far.
 
     Raises:
-        InvalidInput: the budget is too small (says what would do), or the dtype is another one.
+        InvalidInput: the budget is too small; says what would do.
         CheckpointError: the data is damaged; says where.
     """
 
@@ -67,15 +66,11 @@ class StreamedK3:
         folder: OfficialFolder,
         budget: int,
         *,
-        dtype: torch.dtype = torch.float32,
         readers: int = READERS,
     ) -> None:
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise InvalidInput(f"StreamedK3: dtype is {dtype}; want float32 or bfloat16")
         config = self.config = folder.config
         self.usage = Usage()
         self._folder = folder
-        self._dtype = dtype
         self._ahead = ThreadPoolExecutor(1, "read-ahead")
         self._readers = ThreadPoolExecutor(readers, "read-expert")
         with ExitStack() as undo:
@@ -91,7 +86,7 @@ class StreamedK3:
                 for layer in self._layers
             ]
             self._trunk = Trunk(weights, folder, self._ahead, self.usage)
-            self._final = _Final(folder, whole, dtype)
+            self._final = _Final(folder, whole)
             joined = max(_joined_bytes(layer) for layer in self._layers)
             self.division = divide(
                 budget,
@@ -144,7 +139,7 @@ class StreamedK3:
         with self.usage.during(phase):
             stored = self._folder.tensors[self._embedding]
             rows = embedding_rows(self._embedding, stored, tokens, self._folder.reader, self.usage)
-            stream, states = Stream((), rows.to(self._dtype)), list[LayerState]()
+            stream, states = Stream((), rows.to(COMPUTE)), list[LayerState]()
             for index, layer in enumerate(self._layers):
                 inputs = stream, cu_seqlens, state.layers[index] if state else None
                 stream, new = functional_call(layer, self._trunk.weights(index), inputs)
@@ -163,15 +158,15 @@ class StreamedK3:
         """A layer without weights, whose experts come from the slots."""
         dispatch = StreamedDispatch(index, self._experts)
         seams = Seams(dispatch=dispatch, context=LOCAL.context, tag=LOCAL.tag)
-        return DecoderLayer(self.config, index, seams, At(self._dtype, torch.device("meta"))).eval()
+        return DecoderLayer(self.config, index, seams, At(COMPUTE, torch.device("meta"))).eval()
 
 
 class _Final(nn.Module):
     """The last mix and norm, which are small and always held."""
 
-    def __init__(self, folder: OfficialFolder, whole: Mapping[str, TensorSpec], dtype: torch.dtype) -> None:
+    def __init__(self, folder: OfficialFolder, whole: Mapping[str, TensorSpec]) -> None:
         super().__init__()
-        d, eps, at = folder.config.hidden_size, folder.config.rms_norm_eps, At(dtype, torch.device("cpu"))
+        d, eps, at = folder.config.hidden_size, folder.config.rms_norm_eps, At(COMPUTE, torch.device("cpu"))
         self.norm = _filled(RmsNorm(d, eps, at), folder, whole["norm.weight"])
         mixes = "output_attn_res_proj.weight" in whole
         self.proj = _filled(Linear(d, 1, at), folder, whole["output_attn_res_proj.weight"]) if mixes else None
