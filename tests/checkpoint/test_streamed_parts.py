@@ -20,7 +20,7 @@ from openk3.checkpoint.streamed.budget import Needs, divide
 from openk3.checkpoint.streamed.ends import Head, embedding_rows
 from openk3.checkpoint.streamed.experts import ExpertSlots
 from openk3.checkpoint.streamed.memory import ALIGNMENT, Layout, allocate
-from openk3.checkpoint.streamed.trunk import LayerWeights, Trunk
+from openk3.checkpoint.streamed.trunk import StoredLayer, Trunk
 from openk3.checkpoint.streamed.usage import Usage
 from openk3.errors import CheckpointError, InvalidInput
 from openk3.model.decoder import DecoderLayer
@@ -176,7 +176,7 @@ def test_slots_give_the_right_bytes_and_the_hits_of_least_recently_used(folder, 
             order = []
             for e, expert in slots.each(layer, experts):
                 order.append(e)
-                got[e] = {m: expert._tensor(f"{m}.weight_packed").clone() for m in ("w1", "w2", "w3")}
+                got[e] = {m: expert.stored(f"{m}.weight_packed").clone() for m in ("w1", "w2", "w3")}
             assert sorted(order) == sorted(experts)
             for e, matrices in got.items():
                 expected = weights_of(folder, layer, e)
@@ -221,7 +221,7 @@ def test_a_read_that_fails_says_so_and_leaves_every_slot_usable(folder, threads,
             list(slots.each(1, [0, 1, 2, 3]))
     monkeypatch.setattr(folder, "reader", whole)
     for e, expert in slots.each(1, [0, 1, 2, 3]):
-        assert torch.equal(expert._tensor("w2.weight_packed"), weights_of(folder, 1, e)["w2"])
+        assert torch.equal(expert.stored("w2.weight_packed"), weights_of(folder, 1, e)["w2"])
 
 
 def test_a_user_who_stops_early_leaves_every_slot_usable(folder, threads):
@@ -237,58 +237,57 @@ def test_a_user_who_stops_early_leaves_every_slot_usable(folder, threads):
 
 
 def trunk_of(folder, threads, streamed):
+    """A trunk, and the layers whose weights it brings."""
     specs = [spec for spec in folder.specs.values() if spec.ours and spec.expert is None]
-    layers = [
-        LayerWeights(
-            DecoderLayer(folder.config, i, LOCAL, At(torch.float32, torch.device("meta"))),
-            folder,
-            [spec for spec in specs if spec.layer == i],
-        )
-        for i in range(folder.config.num_layers)
-    ]
-    trunk = Trunk(layers, folder, threads, Usage())
+    meta = At(torch.float32, torch.device("meta"))
+    layers = [DecoderLayer(folder.config, i, LOCAL, meta) for i in range(folder.config.num_layers)]
+    stored = [StoredLayer(x, folder, [s for s in specs if s.layer == x.index]) for x in layers]
+    trunk = Trunk(stored, folder, threads, Usage())
     trunk.hold(streamed)
-    return trunk
+    return trunk, layers
 
 
-def assert_layer(folder, weights, index):
-    """Every tensor is the file's, by our name, in the dtype that a model has it in."""
-    layer = DecoderLayer(folder.config, index, LOCAL, At(torch.float32, torch.device("meta")))
-    wanted = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-    wanted = {name: tensor for name, tensor in wanted.items() if ".experts." not in name}
-    assert weights.keys() == wanted.keys()
-    for name, tensor in weights.items():
-        stored = folder.read(f"language_model.model.layers.{index}.{name}")
-        if name.endswith("A_log"):
-            stored = stored[: folder.config.kda.num_heads]
-        assert tensor.dtype == wanted[name].dtype
-        assert torch.equal(tensor, stored.to(tensor.dtype)), name
+def assert_brought(folder, layer):
+    """Every tensor but the experts' is the file's, under our name, in the dtype of a loaded model."""
+    tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    assert {name for name, tensor in tensors.items() if tensor.is_meta} == {
+        name for name in tensors if ".experts." in name
+    }
+    for name, tensor in tensors.items():
+        if not tensor.is_meta:
+            stored = folder.read(f"language_model.model.layers.{layer.index}.{name}")
+            if name.endswith("A_log"):
+                stored = stored[: folder.config.kda.num_heads]
+            assert tensor.dtype == torch.float32
+            assert torch.equal(tensor, stored.float()), name
 
 
 @pytest.mark.parametrize("streamed", [(), (0, 3, 5), (1, 2, 3, 4, 5, 6), tuple(range(7))])
 def test_each_layer_has_its_tensors_whether_pinned_or_streamed(folder, streamed):
     with ThreadPoolExecutor(1) as ahead:
-        trunk = trunk_of(folder, ahead, streamed)
-        for index in [*range(7), *range(7)]:
-            assert_layer(folder, trunk.weights(index), index)
+        trunk, layers = trunk_of(folder, ahead, streamed)
+        for layer in [*layers, *layers]:
+            trunk.bring(layer.index)
+            assert_brought(folder, layer)
 
 
 def test_the_next_streamed_layer_is_read_while_one_is_in_use(folder, monkeypatch):
     watched = Watched(folder.reader)
     monkeypatch.setattr(folder, "reader", watched)
     with ThreadPoolExecutor(1) as ahead:
-        trunk = trunk_of(folder, ahead, (1, 4, 6))
+        trunk, _ = trunk_of(folder, ahead, (1, 4, 6))
         for index, following in ((1, 4), (4, 6), (6, 1), (1, 4)):
-            trunk.weights(index)
+            trunk.bring(index)
             ahead.submit(lambda: None).result()  # what was asked for before is done
             assert f".layers.{following}." in watched.names[-1]
 
 
 def test_a_pass_that_ended_early_does_not_confuse_the_next(folder):
     with ThreadPoolExecutor(1) as ahead:
-        trunk = trunk_of(folder, ahead, (0, 2, 4))
+        trunk, layers = trunk_of(folder, ahead, (0, 2, 4))
         for index in (0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 4, 0):
-            assert_layer(folder, trunk.weights(index), index)
+            trunk.bring(index)
+            assert_brought(folder, layers[index])
 
 
 # ----------------------------------------------------------------------------------------------------- ends

@@ -7,7 +7,7 @@ in memory come first, while the others are on their way, several at once.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 
 import torch
@@ -30,10 +30,15 @@ ROWS = 256
 class Expert:
     """One expert in its slot: products with its matrices "w1", "w2" and "w3"."""
 
-    def __init__(self, name: str, layout: Layout, slot: Tensor) -> None:
+    def __init__(self, name: str, stacks: Mapping[str, Tensor], slot: int) -> None:
+        """`stacks`: each tensor of an expert, of all slots, `[slots, ...]`."""
         self._name = name
-        self._layout = layout
+        self._stacks = stacks
         self._slot = slot
+
+    def stored(self, label: str) -> Tensor:
+        """The tensor called `label`, as `w1.weight_packed`, in its slot."""
+        return self._stacks[label][self._slot]
 
     def times(self, x: Tensor, matrix: str) -> Tensor:
         """x `[M, in]` times the transposed matrix: `[M, out]`, in blocks of rows if it is not in x's dtype.
@@ -41,18 +46,15 @@ class Expert:
         Raises:
             CheckpointError: the stored scales are none.
         """
-        if matrix + PACKED in self._layout.pieces:
+        if matrix + PACKED in self._stacks:
             try:
-                return mxfp4_linear(x, self._tensor(matrix + PACKED), self._tensor(matrix + SCALE))
+                return mxfp4_linear(x, self.stored(matrix + PACKED), self.stored(matrix + SCALE))
             except InvalidInput as error:
                 raise CheckpointError(f"{self._name}{matrix}: {error}") from None
-        weight = self._tensor(matrix + ".weight")
+        weight = self.stored(matrix + ".weight")
         if weight.dtype == x.dtype:
             return F.linear(x, weight)
         return torch.cat([F.linear(x, rows.to(x.dtype)) for rows in torch.split(weight, ROWS)], dim=1)
-
-    def _tensor(self, label: str) -> Tensor:
-        return self._layout.pieces[label].tensor(self._slot)
 
 
 class ExpertSlots:
@@ -84,13 +86,16 @@ class ExpertSlots:
             first.setdefault(label, (label, stored.dtype, stored.shape))
         self._layout = Layout(first.values())  # every expert of a model has the same shapes
         self.slot_bytes = self._layout.bytes
-        self._slab = allocate(0).view(0, self.slot_bytes)
+        self._slab = allocate(0)
+        self._stacks: dict[str, Tensor] = {}
         self._free: list[int] = []
         self._held: OrderedDict[Key, int] = OrderedDict()  # slot of each expert in memory, oldest use first
 
     def hold(self, slots: int) -> None:
         """Make room for `slots` experts, at least one where there are any."""
         self._slab = allocate(slots * self.slot_bytes).view(slots, self.slot_bytes)
+        pieces = self._layout.pieces
+        self._stacks = {label: piece.tensor(self._slab) for label, piece in pieces.items()}
         self._free = list(range(slots))
 
     def each(self, layer: int, experts: Sequence[int]) -> Generator[tuple[int, Expert], None, None]:
@@ -120,7 +125,7 @@ class ExpertSlots:
                 key = layer, expert
                 self._held.move_to_end(key)
                 needed.add(key)
-                yield expert, Expert(self._name(key), self._layout, self._slab[self._held[key]])
+                yield expert, Expert(self._name(key), self._stacks, self._held[key])
                 needed.remove(key)
         finally:
             for _, slot, read in reading:  # given up: the slots are free once nobody writes there

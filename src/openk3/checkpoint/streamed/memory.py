@@ -44,12 +44,12 @@ class Piece:
         return bytes_of(self.dtype, self.shape)
 
     def raw(self, buffer: Tensor) -> Tensor:
-        """Its bytes in `buffer`."""
-        return buffer[self.offset : self.offset + self.bytes]
+        """Its bytes in `buffer` `[..., bytes]`."""
+        return buffer[..., self.offset : self.offset + self.bytes]
 
     def tensor(self, buffer: Tensor) -> Tensor:
-        """It, as a view of `buffer`."""
-        return self.raw(buffer).view(DTYPES[self.dtype]).view(self.shape)
+        """It, as a view of `buffer`; of each buffer of a stack, `[..., *shape]`, when there are several."""
+        return self.raw(buffer).view(DTYPES[self.dtype]).view(*buffer.shape[:-1], *self.shape)
 
 
 class Layout:

@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from openk3.checkpoint.official.folder import OfficialFolder
 from openk3.checkpoint.official.layout import TensorSpec
@@ -23,7 +22,7 @@ from openk3.checkpoint.streamed.budget import Needs, divide
 from openk3.checkpoint.streamed.dispatch import StreamedDispatch
 from openk3.checkpoint.streamed.ends import Head, embedding_rows
 from openk3.checkpoint.streamed.experts import ExpertSlots
-from openk3.checkpoint.streamed.trunk import LayerWeights, Trunk
+from openk3.checkpoint.streamed.trunk import StoredLayer, Trunk
 from openk3.checkpoint.streamed.usage import Usage
 from openk3.model.decoder import DecoderLayer, Output, check_packed
 from openk3.model.kda import KdaAttention
@@ -81,18 +80,18 @@ class StreamedK3:
             self._head = Head(head, folder.tensors[head], folder.reader, self._ahead, self.usage)
             self._experts = ExpertSlots(folder, self._readers, self.usage)
             self._layers = [self._layer(index) for index in range(config.num_layers)]
-            weights = [
-                LayerWeights(layer, folder, [spec for spec in whole.values() if spec.layer == layer.index])
+            stored = [
+                StoredLayer(layer, folder, [spec for spec in whole.values() if spec.layer == layer.index])
                 for layer in self._layers
             ]
-            self._trunk = Trunk(weights, folder, self._ahead, self.usage)
+            self._trunk = Trunk(stored, folder, self._ahead, self.usage)
             self._final = _Final(folder, whole)
             joined = max(_joined_bytes(layer) for layer in self._layers)
             self.division = divide(
                 budget,
                 Needs(
                     always=self._final.bytes + self._trunk.working_bytes + joined,
-                    layers=tuple(layer.stored.bytes for layer in weights),
+                    layers=tuple(layer.stored.bytes for layer in stored),
                     head=self._head.bytes,
                     head_block=self._head.block_bytes,
                     expert=self._experts.slot_bytes,
@@ -142,7 +141,8 @@ class StreamedK3:
             stream, states = Stream((), rows.to(COMPUTE)), list[LayerState]()
             for index, layer in enumerate(self._layers):
                 inputs = stream, cu_seqlens, state.layers[index] if state else None
-                stream, new = functional_call(layer, self._trunk.weights(index), inputs)
+                self._trunk.bring(index)
+                stream, new = layer(*inputs)
                 states.append(new)
             mixed = mix(stream, self._final.proj, self._final.proj_norm, "output", None)
             lengths = cu_seqlens.diff() + (state.lengths if state else 0)

@@ -1,7 +1,9 @@
 """The layers without their routed experts: some pinned, the others read one use ahead.
 
-While a streamed layer computes in one buffer, the next streamed one is read into the other, the first of the
-next pass behind the last of this one. Knows nothing of budgets or of what a layer computes.
+Every layer's parameters are views of one working buffer. Before a layer runs, its stored tensors are widened
+into it, from where they are pinned or were read to. While a streamed layer runs, the next streamed one is
+read into the second of two buffers, the first of the next pass behind the last of this one. Knows nothing of
+budgets, or of what a layer computes.
 """
 
 from __future__ import annotations
@@ -23,52 +25,51 @@ Tensor = torch.Tensor
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class LayerWeights:
-    """One layer's tensors in a buffer as stored, and as the layer wants them.
+class StoredLayer:
+    """Where a layer's tensors lie as stored, and as it computes with them.
 
     Attributes:
-        stored: the buffer's layout.
-        widened: where those go that the layer wants in another dtype.
+        stored: the layout of a buffer that the files are read into.
+        working: that of the buffer which the layer's parameters are views of, by the layer's names.
     """
 
     def __init__(self, layer: DecoderLayer, folder: OfficialFolder, specs: Sequence[TensorSpec]) -> None:
-        """`specs`: of the layer's tensors but its routed experts'; `layer` may be on the meta device."""
-        self._folder = folder
-        wanted = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+        """`layer`: without weights, on the meta device. `specs`: of its tensors but the routed experts'."""
         prefix = f"layers.{layer.index}."
-        self._wanted = {spec.name: (spec.ours or "").removeprefix(prefix) for spec in specs}
-        self.stored = Layout(
-            (s.name, folder.tensors[s.name].dtype, folder.tensors[s.name].shape) for s in specs
-        )
-        shapes = {stored: wanted[ours] for stored, ours in self._wanted.items()}
-        self.widened = Layout(
-            (name, _NAMES[tensor.dtype], tuple(tensor.shape))
-            for name, tensor in shapes.items()
-            if folder.tensors[name].dtype != _NAMES[tensor.dtype]
+        self._layer = layer
+        self._folder = folder
+        self._names = {spec.name: (spec.ours or "").removeprefix(prefix) for spec in specs}
+        places = {name: folder.tensors[name] for name in self._names}
+        self.stored = Layout((name, place.dtype, place.shape) for name, place in places.items())
+        own = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+        self.working = Layout(
+            (name, _NAMES[own[name].dtype], tuple(own[name].shape)) for name in self._names.values()
         )
 
-    def tensors(self, buffer: Tensor, working: Tensor) -> dict[str, Tensor]:
-        """By the layer's own names, views of `buffer` where the dtype is right and of `working` elsewhere."""
-        found = {}
-        for name, ours in self._wanted.items():
-            tensor = self.stored.pieces[name].tensor(buffer)
-            if ours.endswith(".A_log"):
+    def live_in(self, working: Tensor) -> None:
+        """Make the layer's parameters views of `working`."""
+        self._tensors = {name: piece.tensor(working) for name, piece in self.working.pieces.items()}
+        self._layer.load_state_dict(self._tensors, strict=False, assign=True)
+
+    @torch.no_grad()
+    def bring(self, buffer: Tensor) -> None:
+        """Fill the parameters from `buffer`."""
+        for name, piece in self.stored.pieces.items():
+            tensor, own = piece.tensor(buffer), self._names[name]
+            if own.endswith(".A_log"):
                 tensor = unpadded(tensor, self._folder, name)
-            if name in self.widened.pieces:
-                tensor = self.widened.pieces[name].tensor(working).copy_(tensor)
-            found[ours] = tensor
-        return found
+            self._tensors[own].copy_(tensor)
 
 
 class Trunk:
-    """All layers' tensors, each to be asked for in the order of use.
+    """All layers, each to be brought in the order of use.
 
     Args:
         ahead: runs the reads; one thread suffices, and leaves the disk to reads that someone waits for.
     """
 
     def __init__(
-        self, layers: Sequence[LayerWeights], folder: OfficialFolder, ahead: Executor, usage: Usage
+        self, layers: Sequence[StoredLayer], folder: OfficialFolder, ahead: Executor, usage: Usage
     ) -> None:
         self._layers = layers
         self._folder = folder
@@ -76,17 +77,19 @@ class Trunk:
         self._usage = usage
         self._pinned: dict[int, Tensor] = {}
         self._streamed: tuple[int, ...] = ()
-        self._in_use = self._other = allocate(0)
-        self._reading: tuple[int, Future[None]] | None = None
-        self._working = allocate(max(layer.widened.bytes for layer in layers))
+        self._free = allocate(0)
+        self._reading: tuple[int, Tensor, Future[None]] | None = None
 
     @property
     def working_bytes(self) -> int:
-        """What widening takes, held from the start."""
-        return self._working.numel()
+        """Of the buffer that layers compute from."""
+        return max(layer.working.bytes for layer in self._layers)
 
     def hold(self, streamed: Sequence[int]) -> None:
         """Read all layers but `streamed` now and keep them."""
+        working = allocate(self.working_bytes)
+        for layer in self._layers:
+            layer.live_in(working)
         self._streamed = tuple(streamed)
         for index in range(len(self._layers)):
             if index not in self._streamed:
@@ -94,30 +97,33 @@ class Trunk:
                 self._read(index, self._pinned[index]).result()
         if self._streamed:
             largest = max(self._layers[index].stored.bytes for index in self._streamed)
-            self._in_use, self._other = allocate(largest), allocate(largest)
-            self._reading = self._streamed[0], self._read(self._streamed[0], self._other)
+            self._free = allocate(largest)
+            self._read_ahead(self._streamed[0], allocate(largest))
 
-    def weights(self, index: int) -> dict[str, Tensor]:
-        """The tensors of layer `index` by its own names, until the next call.
+    def bring(self, index: int) -> None:
+        """Give layer `index` its weights, until the next call.
 
         Raises:
             CheckpointError: a file ends early, cannot be read, or is damaged.
         """
-        layer = self._layers[index]
         if index in self._pinned:
-            return layer.tensors(self._pinned[index], self._working)
+            self._layers[index].bring(self._pinned[index])
+            return
         assert self._reading is not None
-        expected, read = self._reading
-        self._reading = index, read  # whatever comes of it, the next call waits for nothing twice
-        if expected == index:
-            read.result()
-        else:  # an earlier pass ended early
+        ahead, buffer, read = self._reading
+        if ahead != index or read.exception() is not None:  # the pass before ended early, or the file was bad
             read.exception()
-            self._read(index, self._other).result()
-        self._in_use, self._other = self._other, self._in_use
+            read = self._read_ahead(index, buffer)
+        read.result()
         following = self._streamed[(self._streamed.index(index) + 1) % len(self._streamed)]
-        self._reading = following, self._read(following, self._other)
-        return layer.tensors(self._in_use, self._working)
+        self._read_ahead(following, self._free)
+        self._free = buffer  # from the next call on
+        self._layers[index].bring(buffer)
+
+    def _read_ahead(self, index: int, buffer: Tensor) -> Future[None]:
+        read = self._read(index, buffer)
+        self._reading = index, buffer, read
+        return read
 
     def _read(self, index: int, buffer: Tensor) -> Future[None]:
         layout = self._layers[index].stored
