@@ -25,9 +25,17 @@ _SPREAD = 0.012
 def curves_picture(
     ablation: AblationSet, group: Group, lines: Sequence[Line], results: Sequence[Result]
 ) -> bytes:
-    """PNG of a group whose data is a probe, a panel for each way to compare.
+    """PNG of a group whose data is a probe; see `curves_figure`."""
+    return png(curves_figure(ablation, group, lines, results))
 
-    Means have their standard errors over seeds; every run is a dot. The longest training sequence is marked.
+
+def curves_figure(
+    ablation: AblationSet, group: Group, lines: Sequence[Line], results: Sequence[Result]
+) -> Figure:
+    """A panel for each way to compare.
+
+    Means have their standard errors over seeds; every run is a dot. Lengths up to the longest training
+    sequence are shaded.
     """
     figure = Figure(figsize=(5.6 * len(group.equal), 3.6), dpi=DOTS_PER_INCH)
     grid = figure.subplots(1, len(group.equal), sharey=True, squeeze=False)
@@ -52,7 +60,7 @@ def curves_picture(
     grid[0][-1].legend(fontsize=7, frameon=False, labelcolor=INK, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(f"{ablation.name}: {group.name}", x=0.01, ha="left", fontsize=10, color=INK)
     figure.tight_layout()
-    return png(figure)
+    return figure
 
 
 def _lengths(line: Line) -> list[int]:
