@@ -111,7 +111,7 @@ def test_chunks_equal_the_recurrence_in_many_cases(lengths, chunk_size, gate, st
 
 
 @every_gate
-@pytest.mark.parametrize("lengths", [[1], [0, 1, 0], [64], [65, 128, 1, 0, 63]])
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [0, 1, 0], [64], [65, 128, 1, 0, 63]])
 def test_chunks_equal_the_recurrence_at_the_borders_of_a_chunk(lengths, gate):
     assert_chunks_equal_recurrence(lengths, 64, gate, state=True, slab_elements=1 << 17)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from openk3.errors import InvalidInput, KernelUnavailable
 from openk3.ops.activation import Activation
-from openk3.ops.moe import combine, expert_ffn, plan, route
+from openk3.ops.moe import Routing, combine, expert_ffn, expert_ffn_few, plan, route
 
 
 @pytest.fixture(autouse=True)
@@ -228,6 +228,20 @@ def test_output_and_all_gradients_equal_the_sum_in_float64(implementation, shape
 def test_lower_precisions_equal_the_sum_within_their_rounding(shape, dtype, limit):
     T, k, E, width, F = SHAPES[shape]
     assert_equals_the_sum(distinct_ids(T, k, E), case(T, k, E, width, F, dtype), limit)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "no token"])
+@pytest.mark.parametrize("kind", UNITS)
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)]
+)
+def test_the_form_for_few_tokens_equals_the_sum(shape, kind, dtype, limit):
+    T, k, E, width, F = SHAPES[shape]
+    ids, (x, p, w1, w3, w2) = distinct_ids(T, k, E), case(T, k, E, width, F, dtype)
+    out = expert_ffn_few(x, Routing(ids, p, p, p), w1, w3, w2, Activation(kind))
+    assert out.dtype == dtype
+    expected = by_token_and_slot(ids, *(leaf.double() for leaf in (x, p, w1, w3, w2)), kind)
+    assert relative_error(out, expected) < limit
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])

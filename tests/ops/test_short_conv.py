@@ -81,6 +81,13 @@ def test_outputs_states_and_gradients_equal_the_definition(lengths, W, activatio
     assert_agree(actual, expected, limit=1e-13)
 
 
+@pytest.mark.parametrize("W", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [[1], [1] * 5])
+def test_one_token_of_each_sequence_equals_the_definition(lengths, W):
+    inputs = draw(lengths, W)
+    assert_agree(results(short_conv, inputs, lengths), results(by_definition, inputs, lengths), limit=1e-13)
+
+
 def test_long_sequences_equal_the_definition():
     """Longer than the blocks in which the gradient to the weight is summed."""
     inputs, lengths = draw([700, 3, 640]), [700, 3, 640]

@@ -7,6 +7,7 @@ stream's sources. `K3` knows packed tokens, states and losses; it knows nothing 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from openk3.model.protocols import LOCAL, Seams
 from openk3.model.record import ForwardRecord
 from openk3.model.residual import Stream, mix, opens_block
 from openk3.model.state import DecodeState, KdaState, LayerState, MlaState
+from openk3.model.step import step
 from openk3.ops.cross_entropy import linear_cross_entropy
+from openk3.ops.packed import one_token_each
 from openk3.ops.precision import wide
 
 Tensor = torch.Tensor
@@ -149,6 +152,7 @@ class K3(nn.Module):
         super().__init__()
         self.config = config
         self.recompute = recompute
+        self.seams = seams
         at = At(dtype, torch.device(device) if device is not None else None)
         d, eps = config.hidden_size, config.rms_norm_eps
         self.embed_tokens = Embedding(config.vocab_size, d, at)
@@ -190,14 +194,26 @@ class K3(nn.Module):
             InvalidInput: shapes, borders or token ids are wrong.
         """
         check_packed(tokens, cu_seqlens, self.config.vocab_size, state)
+        lengths = cu_seqlens.diff() + (state.lengths if state else 0)
+        if state is not None and record is None and self._is_step(cu_seqlens):
+            mixed, after = step(self, tokens, state)
+            return Output(self.norm(mixed), mixed, DecodeState(after, lengths))
         stream = Stream((), self.embed_tokens(tokens))
         states: list[LayerState] = []
         for index, layer in enumerate(self.layers):
             stream, new = self._run(layer, stream, cu_seqlens, state.layers[index] if state else None, record)
             states.append(new)
         mixed = mix(stream, self.output_attn_res_proj, self.output_attn_res_norm, "output", record)
-        lengths = cu_seqlens.diff() + (state.lengths if state else 0)
         return Output(self.norm(mixed), mixed, DecodeState(tuple(states), lengths))
+
+    def _is_step(self, cu_seqlens: Tensor) -> bool:
+        """Whether `openk3.model.step` does the same: one token each, no gradients, nothing elsewhere."""
+        return (
+            not torch.is_grad_enabled()
+            and self.seams is LOCAL
+            and cu_seqlens.device.type == "cpu"
+            and one_token_each(cu_seqlens.tolist())
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of `hidden` `[M, d]`: `[M, V]`, at least fp32."""
@@ -249,15 +265,14 @@ def check_packed(tokens: Tensor, cu_seqlens: Tensor, vocabulary: int, state: Dec
         )
     if tokens.device.type != "cpu" or cu_seqlens.device.type != "cpu":
         return
-    wrong = ((tokens < 0) | (tokens >= vocabulary)).nonzero()
-    if wrong.numel():
-        at = int(wrong[0])
+    lowest, highest = tokens.aminmax() if len(tokens) else (0, 0)
+    if int(lowest) < 0 or int(highest) >= vocabulary:
+        at = int(((tokens < 0) | (tokens >= vocabulary)).nonzero()[0])
         raise InvalidInput(
             f"K3: token {int(tokens[at])} at position {at} is outside the vocabulary of {vocabulary}"
         )
-    if int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 0).any()):
-        raise InvalidInput(f"K3: cu_seqlens must start at 0 and not decrease, got {cu_seqlens.tolist()}")
-    if int(cu_seqlens[-1]) != tokens.shape[0]:
-        raise InvalidInput(
-            f"K3: cu_seqlens ends at {int(cu_seqlens[-1])}, but there are {tokens.shape[0]} tokens"
-        )
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or any(end < start for start, end in pairwise(bounds)):
+        raise InvalidInput(f"K3: cu_seqlens must start at 0 and not decrease, got {bounds}")
+    if bounds[-1] != tokens.shape[0]:
+        raise InvalidInput(f"K3: cu_seqlens ends at {bounds[-1]}, but there are {tokens.shape[0]} tokens")

@@ -63,8 +63,7 @@ class KdaAttention(nn.Module):
         token."""
         H, K = self.config.num_heads, self.config.head_dim
         context, tag = self.seams.context, self.seams.tag
-        # One product for q, k, v: the weights are small beside the activations they would otherwise split.
-        qkv = F.linear(x, torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]))
+        qkv = self._qkv(x)
         taps = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
         tail = context.rows_before(qkv, cu_seqlens, self.config.conv_width - 1, state.conv if state else None)
         qkv, conv = short_conv(tag(qkv, "kda.qkv"), taps, cu_seqlens, initial_state=tail)
@@ -81,6 +80,13 @@ class KdaAttention(nn.Module):
             tag(out, "kda.out"), self._output_gate(x).view(-1, H, K), self.o_norm.weight, self.o_norm.eps
         )
         return self.o_proj(gated.view(-1, H * K)), KdaState(S, conv)
+
+    def _qkv(self, x: Tensor) -> Tensor:
+        """`[T, 3 H K]`: one product, whose weights are small beside many tokens; three where they are not."""
+        projections = self.q_proj, self.k_proj, self.v_proj
+        if x.shape[0] < x.shape[1]:
+            return torch.cat([project(x) for project in projections], dim=1)
+        return F.linear(x, torch.cat([project.weight for project in projections]))
 
     def _output_gate(self, x: Tensor) -> Tensor:
         """Logits of the output gate, `[T, H V]`."""

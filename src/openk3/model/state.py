@@ -32,6 +32,8 @@ class MlaState:
 
     def extended(self, latents: Tensor, cu_seqlens: Tensor) -> MlaState:
         """With each sequence's new tokens behind its old ones."""
+        if len(cu_seqlens) == 2:
+            return MlaState(torch.cat([self.latents, latents]), self.cu_seqlens + cu_seqlens)
         old, new = self.cu_seqlens.diff(), cu_seqlens.diff()
         total = torch.zeros_like(cu_seqlens)
         total[1:] = (old + new).cumsum(0)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from openk3.ops.precision import widen
+from openk3.ops.precision import cast, widen
 
 Tensor = torch.Tensor
 
@@ -33,6 +33,8 @@ class GatedUnit(NamedTuple):
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         """The same without autograd, for those who write their own backward."""
+        if gate.numel() <= CPU_PIECE:
+            return cast(self.value(widen(gate), widen(up)), gate.dtype)
         (out,) = _in_pieces(lambda g, u: (self.value(widen(g), widen(u)),), 1, gate, up)
         return out
 

@@ -33,3 +33,8 @@ def sequence_bounds(name: str, cu_seqlens: torch.Tensor, tokens: int) -> list[in
         if end < start:
             raise InvalidInput(f"{name} must never fall, but sequence {n} runs from {start} to {end}")
     return bounds
+
+
+def one_token_each(bounds: list[int]) -> bool:
+    """Whether every sequence has exactly one token, as in decoding."""
+    return bounds == list(range(len(bounds)))

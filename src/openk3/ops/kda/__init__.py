@@ -15,6 +15,7 @@ import torch
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, choose
 from openk3.ops.inputs import check_floating
+from openk3.ops.kda.step import step
 from openk3.ops.packed import sequence_bounds
 
 __all__ = ["kda", "kda_step"]
@@ -106,14 +107,8 @@ def kda_step(
     """
     _check("kda_step", ("N", "H"), q, k, v, g, beta)
     _check_state("kda_step: state", state, (*v.shape, k.shape[2]), q.device)
-    dtype = _compute_dtype(q, k, v, g, beta, state)
-    out_dtype = v.dtype
-    q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
-    state = state * g.exp()[:, :, None, :]
-    error = v - (state @ k[..., None]).squeeze(-1)
-    state = torch.addcmul(state, error[..., None], (beta[..., None] * k)[:, :, None, :])
-    o = (state @ q[..., None]).squeeze(-1) * (k.shape[2] ** -0.5 if scale is None else scale)
-    return o.to(out_dtype), state
+    state = state.to(_compute_dtype(q, k, v, g, beta, state))
+    return step(q, k, v, g, beta, state, k.shape[2] ** -0.5 if scale is None else scale)
 
 
 def _compute_dtype(*inputs: torch.Tensor) -> torch.dtype:

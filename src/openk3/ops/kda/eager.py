@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 from openk3.ops.kda.halving import Rows, join, join_backward
 from openk3.ops.kda.layout import ChunkLayout, Slab
 from openk3.ops.kda.scan import errors_again, outputs, scan, scan_backward
+from openk3.ops.kda.step import step
+from openk3.ops.packed import one_token_each
 
 # Measured on two cores, K = V = 64: 16 and 32 tie, 64 takes 1.1x, 128 1.35x. Longer chunks keep fewer states.
 CHUNK_SIZE = 32
@@ -118,6 +120,8 @@ def kda(
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
     """See `openk3.ops.kda.kda`. Computes in the dtype of `initial_state`."""
+    if one_token_each(bounds):
+        return step(q, k, v, g, beta, initial_state, scale)
     elements = SLAB_ELEMENTS.get(q.device.type, SLAB_ELEMENTS_ELSEWHERE)
     slab_rows = elements // max(q.shape[2], v.shape[2])
     layout = ChunkLayout.build(bounds, chunk_size or CHUNK_SIZE, q.shape[1], slab_rows, q.device)

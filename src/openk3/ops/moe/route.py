@@ -69,6 +69,18 @@ def route(
             f"route: chosen ids are {tuple(chosen[0].shape)}, chosen cutoff is {tuple(chosen[1].shape)}; "
             f"want {(len(logits), k)} and {(len(logits),)}"
         )
+    return decide(logits, bias, k, scaling_factor, renormalize, chosen)
+
+
+def decide(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    k: int,
+    scaling_factor: float,
+    renormalize: bool,
+    chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Routing:
+    """`route` for arguments that fit."""
     scores = torch.sigmoid(logits)
     ids, cutoff = select_experts(scores.detach() + bias.detach(), k) if chosen is None else chosen
     weights = scores.gather(1, ids)

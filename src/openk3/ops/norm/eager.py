@@ -13,13 +13,29 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from openk3.ops.precision import wide, widen
+from openk3.ops.precision import cast, wide, widen
 
 
 def _inverse_norm(x: torch.Tensor, eps: float, divisor: int) -> torch.Tensor:
     """(sum(x^2) / divisor + eps)^-1/2 of each row: `[..., 1]`, at least fp32."""
     norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide(x.dtype))
-    return norm.square_().div_(divisor).add_(eps).rsqrt_()
+    squares = norm.square_() if divisor == 1 else norm.square_().div_(divisor)
+    return squares.add_(eps).rsqrt_()
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float, divisor: int) -> torch.Tensor:
+    """The norm itself, without autograd: `[..., d]` in x's dtype."""
+    if divisor == x.shape[-1] and weight is not None and weight.dtype == x.dtype == wide(x.dtype):
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    return cast(_scaled(x, _inverse_norm(x, eps, divisor), weight), x.dtype)
+
+
+def gated_normed(
+    x: torch.Tensor, gate_logits: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """`gated_rms_norm` without autograd."""
+    y = _scaled(x, _inverse_norm(x, eps, x.shape[-1]), weight)
+    return cast(y.mul_(torch.sigmoid(widen(gate_logits))), x.dtype)
 
 
 def _scaled(x: torch.Tensor, inv: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

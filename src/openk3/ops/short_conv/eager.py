@@ -17,6 +17,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from openk3.ops.packed import one_token_each
+from openk3.ops.precision import cast
+
 Tensor = torch.Tensor
 
 TOKENS_PER_BLOCK = 512  # of the weight gradient: with a few hundred channels its products stay in the cache
@@ -116,7 +119,7 @@ class _ShortConv(torch.autograd.Function):
 def _widen(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     dtype = torch.promote_types(dtype, state.dtype)
-    return x.to(dtype).contiguous(), weight.to(dtype), state.to(dtype)
+    return cast(x, dtype).contiguous(), cast(weight, dtype), cast(state, dtype)
 
 
 def _convolve(x: Tensor, taps: Tensor) -> Tensor:
@@ -150,10 +153,20 @@ def _correlate(d_y: Tensor, x: Tensor, W: int) -> Tensor:
     return d_taps.t()
 
 
+def step(x: Tensor, weight: Tensor, state: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
+    """One token of each sequence: its window `[N, W, C]` is its state and itself. Returns as `short_conv`."""
+    wide_x, taps, wide_state = _widen(x, weight, state)
+    window = torch.cat([wide_state, wide_x.unsqueeze(1)], 1)
+    y = (window * taps.t()).sum(1)
+    return cast(F.silu(y) if silu else y, x.dtype), cast(window[:, 1:], x.dtype).contiguous()
+
+
 def short_conv(
     x: Tensor, weight: Tensor, bounds: list[int], initial_state: Tensor, silu: bool
 ) -> tuple[Tensor, Tensor]:
     """See `openk3.ops.short_conv.short_conv`."""
+    if one_token_each(bounds):
+        return step(x, weight, initial_state, silu)
     borders = _Borders.build(bounds, weight.shape[1] - 1, x.device)
     result: tuple[Tensor, Tensor] = _ShortConv.apply(x, weight, initial_state, borders, silu)  # type: ignore[no-untyped-call]
     return result

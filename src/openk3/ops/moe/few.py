@@ -1,0 +1,39 @@
+"""The routed experts for a few tokens, as in decoding: expert after expert, each weight read where it lies.
+
+Grouping rows by expert pays when experts have many rows; for one token it costs several times its products.
+Forward only, for the CPU, where the choice of experts can be looked at for nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from openk3.ops.activation import Activation
+from openk3.ops.moe.route import Routing
+from openk3.ops.precision import cast, wide
+
+Tensor = torch.Tensor
+
+MOST_ROWS = 16
+"""Chosen experts over all tokens, up to which this is the faster form."""
+
+
+def expert_ffn_few(
+    x: Tensor, routing: Routing, w1: Tensor, w3: Tensor, w2: Tensor, activation: Activation
+) -> Tensor:
+    """`expert_ffn` without a plan and without gradients: `[T, l]` to `[T, l]`.
+
+    As there the sum over slots runs in at least fp32.
+    """
+    p = cast(routing.weights, wide(x.dtype))
+    tokens = []
+    for t, chosen in enumerate(routing.ids.tolist()):
+        row = x[t : t + 1]
+        hidden = activation.forward(
+            torch.cat([F.linear(row, w1[e]) for e in chosen]),
+            torch.cat([F.linear(row, w3[e]) for e in chosen]),
+        )
+        out = torch.cat([F.linear(hidden[slot : slot + 1], w2[e]) for slot, e in enumerate(chosen)])
+        tokens.append(p[t : t + 1] @ cast(out, p.dtype))
+    return cast(torch.cat(tokens), x.dtype)
