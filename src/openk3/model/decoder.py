@@ -196,8 +196,8 @@ class K3(nn.Module):
         check_packed(tokens, cu_seqlens, self.config.vocab_size, state)
         lengths = cu_seqlens.diff() + (state.lengths if state else 0)
         if state is not None and record is None and self._is_step(cu_seqlens):
-            mixed, after = step(self, tokens, state)
-            return Output(self.norm(mixed), mixed, DecodeState(after, lengths))
+            hidden, mixed, after = step(self, tokens, state)
+            return Output(hidden, mixed, DecodeState(after, lengths))
         stream = Stream((), self.embed_tokens(tokens))
         states: list[LayerState] = []
         for index, layer in enumerate(self.layers):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from openk3.model.ffn import GatedFfn
 from openk3.model.kda import KdaAttention
-from openk3.model.layers import Linear, RmsNorm
+from openk3.model.layers import RmsNorm
 from openk3.model.mla import MlaAttention
 from openk3.model.moe import LatentMoe
 from openk3.model.residual import Stream
@@ -36,20 +36,21 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-def step(model: K3, tokens: Tensor, state: DecodeState) -> tuple[Tensor, tuple[LayerState, ...]]:
-    """`tokens` `[N]`, the next of each sequence: the output `[N, d]` before its norm, and the new states."""
-    stream = Stream((), F.embedding(tokens, model.embed_tokens.weight))
+def step(model: K3, tokens: Tensor, state: DecodeState) -> tuple[Tensor, Tensor, tuple[LayerState, ...]]:
+    """The next token of each sequence, `[N]`: outputs `[N, d]` after and before the norm, and new states."""
+    stream = Stream((), torch.embedding(_weight(model, "embed_tokens"), tokens))
     states = []
     for layer, before in zip(model.layers, state.layers, strict=True):
         stream, after = _layer(layer, stream, before)  # type: ignore[arg-type]  # a ModuleList forgets its kind
         states.append(after)
-    return _mix(stream, model.output_attn_res_proj, model.output_attn_res_norm), tuple(states)
+    out = _mix(model, "output_attn_res", stream)
+    return _norm(model, "norm", out), out, tuple(states)
 
 
 def _layer(layer: DecoderLayer, stream: Stream, state: LayerState) -> tuple[Stream, LayerState]:
-    h = _mix(stream, layer.self_attention_res_proj, layer.self_attention_res_norm)
+    h = _mix(layer, "self_attention_res", stream)
     stream = stream.opened() if layer.opens[0] else stream
-    h = _norm(layer.input_layernorm, h)
+    h = _norm(layer, "input_layernorm", h)
     after: LayerState
     if isinstance(layer.self_attn, MlaAttention):
         assert isinstance(state, MlaState)
@@ -59,24 +60,26 @@ def _layer(layer: DecoderLayer, stream: Stream, state: LayerState) -> tuple[Stre
         out, after = _kda(layer.self_attn, h, state)
     stream = stream.plus(out)
 
-    h = _mix(stream, layer.mlp_res_proj, layer.mlp_res_norm)
+    h = _mix(layer, "mlp_res", stream)
     stream = stream.opened() if layer.opens[1] else stream
-    h = _norm(layer.post_attention_layernorm, h)
+    h = _norm(layer, "post_attention_layernorm", h)
     return stream.plus(_moe(layer.block_sparse_moe, h) if layer.sparse else _ffn(layer.mlp, h)), after
 
 
-def _mix(stream: Stream, proj: Linear | None, norm: RmsNorm | None) -> Tensor:
-    if proj is None or norm is None or not stream.bank:
+def _mix(layer: nn.Module, name: str, stream: Stream) -> Tensor:
+    if not stream.bank:
         (only,) = stream.sources
         return only
-    return mixed(stream.sources, proj.weight.squeeze(0), norm.weight, norm.eps)
+    norm = layer._modules[f"{name}_norm"]
+    assert isinstance(norm, RmsNorm)
+    return mixed(stream.sources, _weight(layer, f"{name}_proj")[0], norm.weight, norm.eps)
 
 
 def _kda(layer: KdaAttention, x: Tensor, state: KdaState) -> tuple[Tensor, KdaState]:
     c = layer.config
     H, K = c.num_heads, c.head_dim
     qkv = torch.cat([_times(layer, "q_proj", x), _times(layer, "k_proj", x), _times(layer, "v_proj", x)], 1)
-    taps = torch.cat([layer.q_conv1d.weight, layer.k_conv1d.weight, layer.v_conv1d.weight]).squeeze(1)
+    taps = torch.cat([_weight(layer, conv) for conv in ("q_conv1d", "k_conv1d", "v_conv1d")]).squeeze(1)
     qkv, conv = conv_step(qkv, taps, state.conv, silu=True)
     qkv = qkv.view(-1, 3, H, K)
     q, k = normed(qkv[:, :2], None, eps=1e-6, divisor=1).unbind(1)
@@ -89,7 +92,7 @@ def _kda(layer: KdaAttention, x: Tensor, state: KdaState) -> tuple[Tensor, KdaSt
         logits = _times(layer, "g_proj", x)
     else:
         logits = _times(layer, "g_b_proj", _times(layer, "g_a_proj", x))
-    gated = gated_normed(out, logits.view(-1, H, K), layer.o_norm.weight, layer.o_norm.eps)
+    gated = gated_normed(out, logits.view(-1, H, K), _weight(layer, "o_norm"), layer.o_norm.eps)
     return _times(layer, "o_proj", gated.view(-1, H * K)), KdaState(S, conv)
 
 
@@ -101,13 +104,13 @@ def _mla(layer: MlaAttention, x: Tensor, state: MlaState) -> tuple[Tensor, MlaSt
     if c.q_lora_rank is None:
         q = _times(layer, "q_proj", x)
     else:
-        q = _times(layer, "q_b_proj", _norm(layer.q_a_layernorm, _times(layer, "q_a_proj", x)))
+        q = _times(layer, "q_b_proj", _norm(layer, "q_a_layernorm", _times(layer, "q_a_proj", x)))
     q = q.view(-1, H, c.qk_head_dim).transpose(0, 1)  # [H, N, nope + shared]
     compressed = _times(layer, "kv_a_proj_with_mqa", x)  # [N, r + shared]
-    latents = torch.cat([_norm(layer.kv_a_layernorm, compressed[:, :r]), compressed[:, r:]], 1)
+    latents = torch.cat([_norm(layer, "kv_a_layernorm", compressed[:, :r]), compressed[:, r:]], 1)
     new = state.extended(latents, torch.arange(len(x) + 1, dtype=torch.int32))
 
-    expand = layer.kv_b_proj.weight.view(H, nope + v, r)
+    expand = _weight(layer, "kv_b_proj").view(H, nope + v, r)
     queries = torch.cat([torch.bmm(q[..., :nope], expand[:, :nope]), q[..., nope:]], 2) * c.qk_head_dim**-0.5
     bounds = new.cu_seqlens.tolist()
     read = []
@@ -134,7 +137,7 @@ def _moe(layer: LatentMoe, x: Tensor) -> Tensor:
     else:
         u = layer.seams.dispatch(z, routing, experts(), layer.activation)
     if layer.normed:
-        u = _norm(layer.routed_expert_norm, u)
+        u = _norm(layer, "routed_expert_norm", u)
     routed = _times(layer, "routed_expert_up_proj", u) if layer.latent else u
     return routed if layer.shared_experts is None else routed + _ffn(layer.shared_experts, x)
 
@@ -145,11 +148,16 @@ def _ffn(layer: GatedFfn, x: Tensor) -> Tensor:
 
 
 def _times(layer: nn.Module, projection: str, x: Tensor) -> Tensor:
-    """`layer.<projection>(x)`, past the look-ups of `nn.Module`: they take a third of so small a product."""
-    linear = layer._modules[projection]
-    assert linear is not None
-    return F.linear(x, linear._parameters["weight"])  # type: ignore[arg-type]
+    return F.linear(x, _weight(layer, projection))
 
 
-def _norm(norm: RmsNorm, x: Tensor) -> Tensor:
-    return normed(x, norm.weight, norm.eps, x.shape[-1])
+def _norm(layer: nn.Module, name: str, x: Tensor) -> Tensor:
+    norm = layer._modules[name]
+    assert isinstance(norm, RmsNorm)
+    return normed(x, _weight(layer, name), norm.eps, x.shape[-1])
+
+
+def _weight(layer: nn.Module, module: str) -> Tensor:
+    """`layer.<module>.weight`, past the look-ups of `nn.Module`, which take as long as a small operation."""
+    weight: Tensor = layer._modules[module]._parameters["weight"]  # type: ignore[union-attr, assignment]
+    return weight

@@ -86,7 +86,9 @@ def decide(
     weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
-    return Routing(ids, weights * scaling_factor, scores, cutoff)
+    if scaling_factor != 1:
+        weights = weights * scaling_factor
+    return Routing(ids, weights, scores, cutoff)
 
 
 def select_experts(biased: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,8 +99,9 @@ def select_experts(biased: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Te
     T, E = biased.shape
     values, ids = biased.topk(min(k + 1, E), dim=1)
     # topk breaks ties as it likes, differently on each device. Ties are rare in fp32: sort those rows only.
-    tied = (values[:, 1:] == values[:, :-1]).any(1)
-    if tied.any():
+    equal = values[:, 1:] == values[:, :-1]
+    if equal.any():
+        tied = equal.any(1)
         ids[tied] = biased[tied].sort(dim=1, descending=True, stable=True).indices[:, : ids.shape[1]]
     cutoff = values[:, k] if k < E else values.new_full((T,), -torch.inf)
     return ids[:, :k], cutoff
