@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from openk3.config import parse
 from openk3.data import IGNORED, Loader
 from openk3.data.probes import (
     AGAIN,
@@ -46,7 +47,7 @@ def needles(draw):
     probe = Needle(
         keys=keys, values=draw(st.integers(1, 20)), filler=draw(st.integers(1, 20)), needles=hidden
     )
-    return probe, draw(st.integers(4 * hidden, 4 * hidden + 200))
+    return probe, draw(st.integers(4, 4 * hidden + 200))
 
 
 PROBES = st.one_of(recalls(), copies(), needles())
@@ -139,7 +140,7 @@ def test_the_copy_is_the_string(case, seed):
 def test_each_needle_stands_once_in_the_haystack_and_all_else_there_is_filler(case, seed):
     probe, length = case
     tokens, _ = measured_sequence(probe, length, seed, 0)
-    n = probe.needles
+    n = min(probe.needles, length // 4)
     haystack, asked = tokens[1 : length - 2 * n + 1].tolist(), tokens[length - 2 * n + 1 :].tolist()
     found = [at for at, token in enumerate(haystack) if is_key(probe, token)]
     assert sorted(haystack[at] for at in found) == sorted(asked[::2])
@@ -281,8 +282,7 @@ def test_a_probe_is_read_from_a_table_by_its_kind():
         (Recall(keys=8), 3, r"length must lie in 4\.\.35"),
         (Recall(keys=8), 36, "9 pairs with different keys, and there are 8"),
         (Copy(), 2, "no room for a string"),
-        (Needle(needles=4), 15, "take 16 tokens, the sequence has 15"),
-        (Needle(needles=9, keys=8), 100, "9 needles need as many keys, there are 8"),
+        (Needle(), 3, "no room for a pair"),
     ],
 )
 def test_a_length_that_cannot_be_is_refused_with_what_would_be_right(probe, length, why):
@@ -290,6 +290,11 @@ def test_a_length_that_cannot_be_is_refused_with_what_would_be_right(probe, leng
         measured_sequence(probe, length, 0, 0)
     with pytest.raises(InvalidInput, match=why):
         ProbeStream(probe, [length], length, 0)
+
+
+def test_more_needles_than_keys_are_refused():
+    with pytest.raises(InvalidInput, match="9 needles need as many keys, there are 8"):
+        parse(Needle, {"needles": 9, "keys": 8}, "here")
 
 
 @pytest.mark.parametrize(("lengths", "why"), [([], "no length"), ([16, 24], "sequences of 24 tokens do not")])

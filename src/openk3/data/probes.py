@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from openk3.config.base import Size, StrictModel
 from openk3.data.batch import IGNORED
@@ -148,9 +148,9 @@ class Copy(_Probe):
 
 
 class Needle(_Probe):
-    """Needles in a haystack: `needles` pairs at random places between filler, all asked for at the end.
+    """Needles in a haystack: pairs at random places between filler, all asked for at the end.
 
-    `START f f k1 v1 f f f k2 v2 f .. k2 v2 k1`. More length is more filler only.
+    `START f f k1 v1 f f f k2 v2 f .. k2 v2 k1`. More length is more filler, once it holds all `needles`.
     """
 
     kind: Literal["needle"] = "needle"
@@ -159,27 +159,28 @@ class Needle(_Probe):
     filler: Size = 64
     """Symbols of the haystack."""
     needles: Size = 8
-    """Pairs in a sequence."""
+    """Pairs in a sequence of at least four times as many tokens; a shorter one has `length // 4`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.needles > self.keys:
+            raise ValueError(f"{self.needles} needles need as many keys, there are {self.keys}")
+        return self
 
     @property
     def vocab_size(self) -> int:
         return MARKS + self.keys + self.values + self.filler
 
     def answers(self, length: int) -> int:
-        return self.needles
+        return min(self.needles, length // 4)
 
     def check(self, length: int) -> None:
-        if self.needles > self.keys:
-            raise InvalidInput(f"needle: {self.needles} needles need as many keys, there are {self.keys}")
-        if length < 4 * self.needles:
-            raise InvalidInput(
-                f"needle: {self.needles} needles and their questions take {4 * self.needles} tokens, "
-                f"the sequence has {length}"
-            )
+        if length < 4:
+            raise InvalidInput(f"needle: {length} tokens have no room for a pair and its question, 4 have")
 
     def sequence(self, draws: Draws, length: int) -> ProbeSequence:
         self.check(length)
-        return _pairs(draws, length, self.needles, self.keys, self.values, self.filler)
+        return _pairs(draws, length, self.answers(length), self.keys, self.values, self.filler)
 
 
 Probe = Annotated[Recall | Copy | Needle, Field(discriminator="kind")]
