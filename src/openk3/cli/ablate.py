@@ -173,7 +173,7 @@ def _print_lines(ablation: AblationSet, lines: Sequence[Line], console: Console)
             console.print(f"[bold]{group.name}[/], at equal {' and '.join(meant)}")
             for line in own:
                 if line.equal == equal:
-                    console.print(Text(f"  {line.variant}: {headline(line)}"))
+                    console.print(Text(f"  {line.variant}: {headline(line)}"), soft_wrap=True)
 
 
 @contextlib.contextmanager
