@@ -8,9 +8,10 @@ SEED ?= 0
 
 BIN := .venv/bin
 READY := .venv/ready
+ORACLE := .venv/oracle
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help setup run test test-slow lint format bench clean
+.PHONY: help setup run test test-slow test-oracle lint format bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -32,6 +33,13 @@ test-slow: $(READY) ## run the deep tests and record them in bench/results/slow.
 	@mkdir -p build
 	$(PYTEST) -m slow --timeout 7200 --hypothesis-seed $(SEED) --junitxml build/slow.xml $(ARGS); status=$$?; \
 	$(BIN)/python tools/record_slow.py build/slow.xml --seed $(SEED) && exit $$status
+
+$(ORACLE): $(READY)
+	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,oracle]'
+	@touch $@
+
+test-oracle: $(ORACLE) ## install the peers into .venv and compare logits and bytes with theirs
+	$(PYTEST) -m oracle tests/oracle $(ARGS)
 
 lint: $(READY) ## ruff, mypy --strict, the floors of the design, file sizes
 	$(BIN)/ruff check .
