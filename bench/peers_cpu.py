@@ -4,9 +4,9 @@
 
 One process, two threads for both, the same seed, tokens and batch. What is compared is the Kimi-Linear form
 of nano: the peer knows no other. Our weights reach it through our saver, and before anything is timed both
-must give the same loss and the same greedy tokens. The peer has several ways to run experts; for each work it
-gets the one that was fastest (`--choose` times them). K3's nano stands beside it without a peer. `--dry-run`
-leaves the results alone.
+must give the same loss and the same greedy tokens. The peer has several ways to run experts: beside the one
+it takes by itself stands the next best for each work. K3's nano has no peer. `--dry-run` leaves the results
+alone.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from openk3.model.generate import Sampling, generate
 
 try:
     import transformers
+    from transformers import PreTrainedModel
 except ModuleNotFoundError:
     raise SystemExit("transformers is not installed; it comes with: pip install 'openk3[oracle]'") from None
 
@@ -43,11 +44,11 @@ Tensor = torch.Tensor
 Work = Callable[[], object]
 
 PEER = f"transformers {transformers.__version__}"
+BY_ITSELF = "grouped_mm"
+NEXT_BEST = {"forward and backward": "eager", "greedy decoding": "batched_mm"}
 SEQUENCES, LENGTH = 4, 256
 PROMPT, NEW_TOKENS = 64, 128
-WARM_UP, REPEATS = 2, 5
-EXPERTS = ("eager", "batched_mm", "grouped_mm")
-TRAINING_EXPERTS, DECODING_EXPERTS = "grouped_mm", "batched_mm"
+WARM_UP, REPEATS = 2, 7
 
 
 def kimi_linear_nano() -> ModelConfig:
@@ -82,13 +83,14 @@ def built(config: ModelConfig) -> K3:
     return model
 
 
-def as_peer(model: K3, experts: str) -> transformers.KimiLinearForCausalLM:
+def as_peer(model: K3) -> PreTrainedModel:
     """The same weights in transformers, fp32."""
     with tempfile.TemporaryDirectory() as folder:
         path = save_official(model, Path(folder) / "nano", dtype="float32")
         peer = transformers.KimiLinearForCausalLM.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, experts_implementation=experts
+            path, dtype=torch.float32, local_files_only=True
         )
+    assert peer.config._experts_implementation == BY_ITSELF
     peer.generation_config.eos_token_id = None  # always as many tokens as are asked for
     return peer
 
@@ -108,7 +110,7 @@ def our_step(model: K3, tokens: Tensor) -> Callable[[], float]:
     return step
 
 
-def peer_step(peer: transformers.KimiLinearForCausalLM, tokens: Tensor) -> Callable[[], float]:
+def peer_step(peer: PreTrainedModel, tokens: Tensor) -> Callable[[], float]:
     def step() -> float:
         peer.zero_grad(set_to_none=True)
         loss = peer(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -122,7 +124,7 @@ def our_decoding(model: K3, prompt: list[int]) -> Callable[[], list[int]]:
     return lambda: list(generate(model, prompt, NEW_TOKENS, sampling=Sampling(temperature=0)))
 
 
-def peer_decoding(peer: transformers.KimiLinearForCausalLM, prompt: list[int]) -> Callable[[], list[int]]:
+def peer_decoding(peer: PreTrainedModel, prompt: list[int]) -> Callable[[], list[int]]:
     ids = torch.tensor([prompt])
 
     def decode() -> list[int]:
@@ -146,60 +148,58 @@ def rates(work: Sequence[Work], tokens: int) -> list[float]:
     return [tokens / statistics.median(taken) for taken in times]
 
 
-def compare(name: str, tokens: int, ours: Work, peer: Work, nano: Work) -> list[float]:
-    """Rates of all three, printed."""
-    found = rates([ours, peer, nano], tokens)
-    print(f"{name}: ours {found[0]:.0f} tokens/s, {PEER} {found[1]:.0f}, ratio {found[0] / found[1]:.2f}")
-    print(f"{name}: K3 nano {found[2]:.0f} tokens/s")
-    return found
+def compare(
+    work: str, shape: str, tokens: int, ours: Work, theirs: Work, nano: Work, peer: PreTrainedModel
+) -> list[dict[str, object]]:
+    """Rates of ours, of the peer in both ways (`theirs` runs `peer`), and of nano: printed, and as rows."""
 
+    def with_experts(experts: str) -> Work:
+        def run() -> object:
+            peer.set_experts_implementation(experts)
+            return theirs()
 
-def choose(linear: K3, tokens: Tensor, prompt: list[int]) -> None:
-    """How fast the peer is with each of its experts."""
-    for experts in EXPERTS:
-        peer = as_peer(linear, experts)
-        (training,) = rates([peer_step(peer, tokens)], tokens.numel())
-        (decoding,) = rates([peer_decoding(peer.eval(), prompt)], NEW_TOKENS)
-        print(f"{PEER} with {experts}: training {training:.0f} tokens/s, decoding {decoding:.0f}")
+        return run
+
+    names = {PEER: BY_ITSELF, f"{PEER}, {NEXT_BEST[work]} experts": NEXT_BEST[work]}
+    mine, k3, *others = rates([ours, nano, *map(with_experts, names.values())], tokens)
+    peers = dict(zip(names, others, strict=True))
+    print(f"{work}: ours {mine:.0f} tokens/s, K3 nano {k3:.0f}")
+    for name, rate in peers.items():
+        print(f"  {name}: {rate:.0f} tokens/s, ratio {mine / rate:.2f}")
+    shape = f"{shape} fp32, threads={torch.get_num_threads()}"
+    form = "Kimi-Linear form of nano"
+    return [
+        row(f"{work}, {form}", mine, "tokens/s", "higher", shape=shape, peers=peers),
+        row(f"{work}, nano", k3, "tokens/s", "higher", shape=shape),
+    ]
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--dry-run", action="store_true", help="print, and leave the results alone")
-    arguments.add_argument("--choose", action="store_true", help="time the peer's ways to run experts")
     options = arguments.parse_args()
     torch.set_num_threads(2)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     linear, nano = built(kimi_linear_nano()), built(preset("nano"))
+    peer = as_peer(linear)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(linear.config.vocab_size, (SEQUENCES, LENGTH), generator=generator)
     prompt = tokens[0, :PROMPT].tolist()
-    if options.choose:
-        choose(linear, tokens, prompt)
-        return
 
-    ours, theirs = our_step(linear, tokens), peer_step(as_peer(linear, TRAINING_EXPERTS), tokens)
+    ours, theirs = our_step(linear, tokens), peer_step(peer.train(), tokens)
     mine, other = ours(), theirs()
     assert abs(mine - other) < 1e-5, f"losses differ: ours {mine}, {PEER} {other}"
-    training = compare("training", tokens.numel(), ours, theirs, our_step(nano, tokens))
+    shape = f"N={SEQUENCES} T={LENGTH}"
+    rows = compare("forward and backward", shape, tokens.numel(), ours, theirs, our_step(nano, tokens), peer)
 
-    peer = as_peer(linear, DECODING_EXPERTS).eval()
-    decode, peer_decode = our_decoding(linear.eval(), prompt), peer_decoding(peer, prompt)
-    assert decode() == peer_decode(), "greedy tokens differ"
-    decoding = compare("decoding", NEW_TOKENS, decode, peer_decode, our_decoding(nano.eval(), prompt))
-    if options.dry_run:
-        return
-    form, threads = "Kimi-Linear form of nano", f"fp32, threads={torch.get_num_threads()}"
-    results = []
-    for work, found, shape in (
-        ("forward and backward", training, f"N={SEQUENCES} T={LENGTH} {threads}"),
-        ("greedy decoding", decoding, f"prompt {PROMPT}, {NEW_TOKENS} new, N=1 {threads}"),
-    ):
-        peers = {PEER: found[1]}
-        results.append(row(f"{work}, {form}", found[0], "tokens/s", "higher", shape=shape, peers=peers))
-        results.append(row(f"{work}, nano", found[2], "tokens/s", "higher", shape=shape))
-    print("merged into", merge(results, "cpu"))
+    decode, theirs_decode = our_decoding(linear.eval(), prompt), peer_decoding(peer.eval(), prompt)
+    assert decode() == theirs_decode(), "greedy tokens differ"
+    nano_decode = our_decoding(nano.eval(), prompt)
+    shape = f"prompt {PROMPT}, {NEW_TOKENS} new, N=1"
+    rows += compare("greedy decoding", shape, NEW_TOKENS, decode, theirs_decode, nano_decode, peer)
+    if not options.dry_run:
+        print("merged into", merge(rows, "cpu"))
 
 
 if __name__ == "__main__":
