@@ -18,8 +18,9 @@ def step(
     """
     out_dtype = v.dtype
     q, k, v, g, beta = (cast(x, state.dtype) for x in (q, k, v, g, beta))
-    state = state * g.exp().unsqueeze(2)  # [N, H, V, K]
-    error = v - (state * k.unsqueeze(2)).sum(-1)
-    state = torch.addcmul(state, error.unsqueeze(-1), (beta.unsqueeze(-1) * k).unsqueeze(2))
+    k = k.unsqueeze(2)  # [N, H, 1, K], beside a state [N, H, V, K]
+    state = state * g.exp().unsqueeze(2)
+    error = v - (state * k).sum(-1)
+    state = torch.addcmul(state, error.unsqueeze(-1), beta[:, :, None, None] * k)
     o = (state * q.unsqueeze(2)).sum(-1) * scale
     return cast(o, out_dtype), state

@@ -27,13 +27,12 @@ def expert_ffn_few(
     As there the sum over slots runs in at least fp32.
     """
     p = cast(routing.weights, wide(x.dtype))
-    tokens = []
+    rows = []
     for t, chosen in enumerate(routing.ids.tolist()):
         row = x[t : t + 1]
-        hidden = activation.forward(
-            torch.cat([F.linear(row, w1[e]) for e in chosen]),
-            torch.cat([F.linear(row, w3[e]) for e in chosen]),
-        )
+        gate = torch.cat([F.linear(row, w1[e]) for e in chosen])
+        up = torch.cat([F.linear(row, w3[e]) for e in chosen])
+        hidden = activation.forward(gate, up)
         out = torch.cat([F.linear(hidden[slot : slot + 1], w2[e]) for slot, e in enumerate(chosen)])
-        tokens.append(p[t : t + 1] @ cast(out, p.dtype))
-    return cast(torch.cat(tokens), x.dtype)
+        rows.append(p[t : t + 1] @ cast(out, p.dtype))
+    return cast(rows[0] if len(rows) == 1 else torch.cat(rows), x.dtype)

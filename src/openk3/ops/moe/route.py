@@ -82,7 +82,7 @@ def decide(
 ) -> Routing:
     """`route` for arguments that fit."""
     scores = torch.sigmoid(logits)
-    ids, cutoff = select_experts(scores.detach() + bias.detach(), k) if chosen is None else chosen
+    ids, cutoff = select_experts((scores + bias).detach(), k) if chosen is None else chosen
     weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
