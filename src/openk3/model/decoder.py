@@ -27,9 +27,7 @@ from openk3.model.protocols import LOCAL, Seams
 from openk3.model.record import ForwardRecord
 from openk3.model.residual import Stream, mix, opens_block
 from openk3.model.state import DecodeState, KdaState, LayerState, MlaState
-from openk3.model.step import step
 from openk3.ops.cross_entropy import linear_cross_entropy
-from openk3.ops.packed import one_token_each
 from openk3.ops.precision import wide
 
 Tensor = torch.Tensor
@@ -194,26 +192,14 @@ class K3(nn.Module):
             InvalidInput: shapes, borders or token ids are wrong.
         """
         check_packed(tokens, cu_seqlens, self.config.vocab_size, state)
-        lengths = cu_seqlens.diff() + (state.lengths if state else 0)
-        if state is not None and record is None and self._is_step(cu_seqlens):
-            hidden, mixed, after = step(self, tokens, state)
-            return Output(hidden, mixed, DecodeState(after, lengths))
         stream = Stream((), self.embed_tokens(tokens))
         states: list[LayerState] = []
         for index, layer in enumerate(self.layers):
             stream, new = self._run(layer, stream, cu_seqlens, state.layers[index] if state else None, record)
             states.append(new)
         mixed = mix(stream, self.output_attn_res_proj, self.output_attn_res_norm, "output", record)
+        lengths = cu_seqlens.diff() + (state.lengths if state else 0)
         return Output(self.norm(mixed), mixed, DecodeState(tuple(states), lengths))
-
-    def _is_step(self, cu_seqlens: Tensor) -> bool:
-        """Whether `openk3.model.step` does the same: one token each, no gradients, nothing elsewhere."""
-        return (
-            not torch.is_grad_enabled()
-            and self.seams is LOCAL
-            and cu_seqlens.device.type == "cpu"
-            and one_token_each(cu_seqlens.tolist())
-        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of `hidden` `[M, d]`: `[M, V]`, at least fp32."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from openk3.ops.precision import cast, wide, widen
+from openk3.ops.precision import wide, widen
 
 CPU_PIECE = 1 << 18  # elements of one source; 1 MB in fp32
 
@@ -76,17 +76,6 @@ class _Mix(torch.autograd.Function):
                 d_sources[i][rows] = d_value
                 d_direction.addmv_(value.t(), along_m[i])
         return d_direction, None, *d_sources
-
-
-def mixed(
-    sources: Sequence[torch.Tensor], query: torch.Tensor, key_gain: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """h alone of a few tokens, without autograd: `[T, d]` in the sources' dtype."""
-    values = torch.stack(list(sources))  # [S, T, d]
-    V = widen(values)
-    inv = torch.linalg.vector_norm(V, dim=-1).square_().div_(V.shape[-1]).add_(eps).rsqrt_()
-    weights = torch.softmax((V @ (cast(query, V.dtype) * cast(key_gain, V.dtype))).mul_(inv), 0)
-    return cast((V * weights.unsqueeze(-1)).sum(0), values.dtype)
 
 
 def attnres_mix(

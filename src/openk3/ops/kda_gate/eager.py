@@ -13,8 +13,6 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from openk3.ops.precision import cast
-
 Tensor = torch.Tensor
 
 
@@ -25,7 +23,10 @@ class _KdaGate(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(z, A_log, dt_bias)
         ctx.lower_bound = lower_bound
-        return gate(z, A_log, dt_bias, lower_bound)
+        u, rate = _logits(z, A_log, dt_bias)
+        if lower_bound is None:
+            return F.logsigmoid(u.neg_()).mul_(rate)
+        return _finite(u.mul_(rate)).sigmoid_().mul_(lower_bound)
 
     @staticmethod
     @once_differentiable
@@ -49,14 +50,6 @@ class _KdaGate(torch.autograd.Function):
         return d_u.to(z.dtype), d_A_log.to(A_log.dtype), d_dt_bias, None
 
 
-def gate(z: Tensor, A_log: Tensor, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
-    """The map itself, without autograd."""
-    u, rate = _logits(z, A_log, dt_bias)
-    if lower_bound is None:
-        return F.logsigmoid(u.neg_()).mul_(rate)
-    return _finite(u.mul_(rate)).sigmoid_().mul_(lower_bound)
-
-
 def _logits(z: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """u = z + dt_bias `[T, H, K]` in a new buffer, and exp(A_log) `[H, 1]`."""
     dtype = torch.promote_types(torch.promote_types(z.dtype, A_log.dtype), torch.float32)
@@ -64,8 +57,8 @@ def _logits(z: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> tuple[Tensor, T
         u = z.to(dtype, copy=True)
     else:
         dtype = torch.promote_types(dtype, dt_bias.dtype)
-        u = cast(z, dtype) + cast(dt_bias, dtype)
-    return u, _finite(cast(A_log, dtype).exp()).unsqueeze(1)
+        u = z.to(dtype) + dt_bias.to(dtype)
+    return u, _finite(A_log.to(dtype).exp()).unsqueeze(1)
 
 
 def _finite(x: Tensor) -> Tensor:

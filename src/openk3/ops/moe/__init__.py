@@ -13,12 +13,11 @@ from openk3.ops.activation import Activation
 from openk3.ops.dispatch import Implementation, choose
 from openk3.ops.inputs import check_floating
 from openk3.ops.moe.combine import combine
-from openk3.ops.moe.few import MOST_ROWS, expert_ffn_few
+from openk3.ops.moe.few import expert_ffn_few
 from openk3.ops.moe.plan import DispatchPlan, plan
 from openk3.ops.moe.route import Routing, route
 
 __all__ = [
-    "MOST_ROWS",
     "Activation",
     "DispatchPlan",
     "Routing",

@@ -15,9 +15,6 @@ from openk3.ops.precision import cast, wide
 
 Tensor = torch.Tensor
 
-MOST_ROWS = 16
-"""Chosen experts over all tokens, up to which this is the faster form."""
-
 
 def expert_ffn_few(
     x: Tensor, routing: Routing, w1: Tensor, w3: Tensor, w2: Tensor, activation: Activation

@@ -8,41 +8,18 @@ divisor is d for RMSNorm and 1 for the L2 norm.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from openk3.ops.precision import cast, wide, widen
+from openk3.ops.precision import wide, widen
 
 
 def _inverse_norm(x: torch.Tensor, eps: float, divisor: int) -> torch.Tensor:
     """(sum(x^2) / divisor + eps)^-1/2 of each row: `[..., 1]`, at least fp32."""
     norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide(x.dtype))
     return norm.square_().div_(divisor).add_(eps).rsqrt_()
-
-
-def normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float, divisor: int) -> torch.Tensor:
-    """The norm alone, in the fewest operations and without autograd: `[..., d]` in x's dtype."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide(x.dtype))
-    inv = torch.addcmul(_scalar(eps, norm.dtype, norm.device), norm, norm, value=1 / divisor).rsqrt_()
-    return cast(_scaled(x, inv, weight), x.dtype)
-
-
-@functools.cache
-def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor made once: of a number torch makes one at every call, which costs as much as adding it."""
-    with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype, device=device)
-
-
-def gated_normed(
-    x: torch.Tensor, gate_logits: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """`gated_rms_norm` without autograd."""
-    y = normed(widen(x), weight, eps, x.shape[-1])
-    return cast(y.mul_(torch.sigmoid(widen(gate_logits))), x.dtype)
 
 
 def _scaled(x: torch.Tensor, inv: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
