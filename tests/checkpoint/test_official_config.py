@@ -146,6 +146,17 @@ def test_layers_in_neither_or_both_lists_are_refused():
             model_config_from(table)
 
 
+@pytest.mark.parametrize("layers", [2**70, 2**40, 4097, 0, -1, 93.0, True, "93"])
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_a_number_of_layers_that_cannot_be_is_refused_before_anything_is_made_of_it(layers, hybrid):
+    table = copy.deepcopy(_released("k3"))
+    table["text_config"]["num_hidden_layers"] = layers
+    if not hybrid:
+        del table["text_config"]["linear_attn_config"]
+    with pytest.raises(CheckpointError, match="num_hidden_layers"):
+        model_config_from(table)
+
+
 def test_other_models_are_refused():
     for kind in ("deepseek_v3", None, 3):
         with pytest.raises(CheckpointError, match="model_type"):

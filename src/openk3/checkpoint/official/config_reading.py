@@ -121,6 +121,9 @@ def weights_dtype(table: Mapping[str, Any]) -> str:
     return "bfloat16"
 
 
+_PLAUSIBLE_LAYERS = range(1, 4097)  # those of ModelConfig; lists are made of them before it looks
+
+
 class _ConfigError(Exception):
     """What is wrong with a table, without its source."""
 
@@ -158,8 +161,10 @@ def _values(text: Mapping[str, Any], kind: str) -> dict[str, Any]:
     values["attn_res"] = {"kind": "none"} if block is None else {"kind": "block", "block_size": block}
     values["mla"] = _mla(text, need) if text.get("kv_lora_rank") is not None else None
     need.check()
+    if type(layers) is not int or layers not in _PLAUSIBLE_LAYERS:
+        raise _ConfigError(f"num_hidden_layers is {layers!r}, must be an integer in 1..4096")
     if linear is None:
-        values["mla_layers"] = tuple(range(1, layers + 1)) if isinstance(layers, int) else ()
+        values["mla_layers"] = tuple(range(1, layers + 1))
     else:
         linear = _table(linear, "linear_attn_config")
         values["mla_layers"] = _mla_layers(linear, layers)
@@ -235,10 +240,10 @@ def _moe(text: Mapping[str, Any], need: _Needed, kind: str) -> dict[str, Any] | 
     }
 
 
-def _mla_layers(linear: Mapping[str, Any], layers: Any) -> tuple[int, ...]:
+def _mla_layers(linear: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """The 1-based layers with MLA, from two lists that must divide all layers."""
     full, kda = linear.get("full_attn_layers"), linear.get("kda_layers")
-    if not isinstance(full, list) or not isinstance(kda, list) or not isinstance(layers, int):
+    if not isinstance(full, list) or not isinstance(kda, list):
         raise _ConfigError("linear_attn_config needs the lists full_attn_layers and kda_layers")
     listed = [*full, *kda]
     if not all(type(n) is int for n in listed) or sorted(listed) != list(range(1, layers + 1)):
