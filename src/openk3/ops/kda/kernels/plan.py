@@ -1,0 +1,64 @@
+"""Which chunk belongs to which sequence, found on the device.
+
+Each sequence is cut into chunks of CHUNK tokens from its own start, so that nothing depends on how sequences
+are packed. Chunks of all sequences are numbered one after the other. How many there are is known only on the
+device; the host knows a bound, T // CHUNK + N, launches that many programs, and those beyond return at once.
+
+Knows nothing of KDA.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """The chunks of N packed sequences."""
+
+    cu_seqlens: torch.Tensor  # int32 [N + 1]
+    first_chunk: torch.Tensor  # int32 [N + 1]: sequence n has chunks first_chunk[n] to first_chunk[n + 1]
+    chunk_sequence: torch.Tensor  # int32 [chunks]: the sequence of each chunk, -1 beyond the last
+    chunks: int  # the host's bound
+
+    @property
+    def sequences(self) -> int:
+        return len(self.first_chunk) - 1
+
+
+@triton.jit
+def _plan(cu_seqlens, first_chunk, chunk_sequence, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for m in range(0, n, BLOCK):
+        earlier = m + i < n
+        start = tl.load(cu_seqlens + m + i, mask=earlier, other=0)
+        end = tl.load(cu_seqlens + m + i + 1, mask=earlier, other=0)
+        counts += (end - start + CHUNK - 1) // CHUNK
+    first = tl.sum(counts, 0)
+    last = first + (tl.load(cu_seqlens + n + 1) - tl.load(cu_seqlens + n) + CHUNK - 1) // CHUNK
+    tl.store(first_chunk + n, first)
+    for c in range(first, last, BLOCK):
+        tl.store(chunk_sequence + c + i, n, mask=c + i < last)
+    if n == tl.num_programs(0) - 1:
+        tl.store(first_chunk + n + 1, last)
+        for c in range(last, chunks, BLOCK):
+            tl.store(chunk_sequence + c + i, -1, mask=c + i < chunks)
+
+
+def plan_chunks(cu_seqlens: torch.Tensor, tokens: int) -> ChunkPlan:
+    """The chunks of `tokens` packed tokens; `cu_seqlens` int32 `[N + 1]`, N >= 1, is not read on the host."""
+    N = len(cu_seqlens) - 1
+    chunks = tokens // CHUNK + N
+    first_chunk = torch.empty_like(cu_seqlens)
+    chunk_sequence = cu_seqlens.new_empty(chunks)
+    _plan[(N,)](cu_seqlens, first_chunk, chunk_sequence, chunks, CHUNK=CHUNK, BLOCK=256)
+    return ChunkPlan(cu_seqlens, first_chunk, chunk_sequence, chunks)

@@ -1,0 +1,142 @@
+"""The state through the chunks of each sequence, and the outputs with it (report §2.1.1 eq. 4).
+
+With S `[V, K]` the state that enters a chunk, everything transposed so that products chain in registers:
+
+    E^T = (v^T - S kd^T) X^T        o^T = S qd^T + E^T A^T        S <- S diag(decay) + E^T ke
+
+A program walks one sequence for one head and a slice of V. Rows of V do not mix, so slices are independent.
+Each left operand is a result of the step before, in the registers where it arose; each right operand is a
+tile that was loaded while earlier chunks were computed.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from openk3.ops.kda.kernels.plan import CHUNK, ChunkPlan
+from openk3.ops.kda.kernels.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class Scanned:
+    o: torch.Tensor  # [T, H, V]
+    final_state: torch.Tensor  # [N, H, V, K] fp32
+    states: torch.Tensor | None  # [NC, H, V, K], that enter each chunk, in the operands' dtype
+    errors: torch.Tensor | None  # E [NC, H, 64, V], in the operands' dtype
+    checkpoints: torch.Tensor | None  # [M, H, V, K] fp32
+
+
+@triton.jit
+def _scan(
+    v, qd, kd, ke, inverse, attention, decay, initial_state,
+    o, final_state, states, errors, checkpoints, checkpoint_of_chunk,
+    cu_seqlens, first_chunk, stride_vt, stride_vh,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
+    INITIAL: tl.constexpr, STATES: tl.constexpr, ERRORS: tl.constexpr, CHECKPOINTS: tl.constexpr,
+    OUTPUT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    part, h, n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    OPERAND = kd.dtype.element_ty
+    PRECISION: tl.constexpr = "ieee" if kd.dtype.element_ty == tl.float32 else "tf32"
+    first = tl.load(first_chunk + n).to(tl.int64)
+    chunks = tl.load(first_chunk + n + 1) - first
+    start = tl.load(cu_seqlens + n).to(tl.int64)
+    end = tl.load(cu_seqlens + n + 1)
+    r, d, e = tl.arange(0, CHUNK), tl.arange(0, K), part * BV + tl.arange(0, BV)
+    state = (n * H + h) * V * K + e[:, None] * K + d[None, :]
+    if INITIAL:
+        S = tl.load(initial_state + state)
+    else:
+        S = tl.zeros([BV, K], tl.float32)
+    for c in tl.range(0, chunks.to(tl.int32), num_stages=STAGES):
+        chunk = (first + c) * H + h
+        tile = chunk * CHUNK * K + r[:, None] * K + d[None, :]
+        pairs = chunk * CHUNK * CHUNK + r[:, None] * CHUNK + r[None, :]
+        token = start + c * CHUNK + r
+        values = tl.load(
+            v + token[None, :] * stride_vt + h * stride_vh + e[:, None], mask=(token < end)[None, :], other=0.0
+        )
+        entering = S.to(OPERAND)
+        if STATES:
+            tl.store(states + chunk * V * K + e[:, None] * K + d[None, :], entering)
+        known = tl.dot(entering, tl.trans(tl.load(kd + tile)), input_precision=PRECISION)
+        E = tl.dot(
+            (values.to(tl.float32) - known).to(OPERAND),
+            tl.trans(tl.load(inverse + pairs)),
+            input_precision=PRECISION,
+        ).to(OPERAND)
+        if ERRORS:
+            tl.store(errors + chunk * CHUNK * V + r[None, :] * V + e[:, None], E)
+        if OUTPUT:
+            out = tl.dot(entering, tl.trans(tl.load(qd + tile)), input_precision=PRECISION)
+            out = tl.dot(E, tl.trans(tl.load(attention + pairs)), out, input_precision=PRECISION)
+            tl.store(
+                o + (token[None, :] * H + h) * V + e[:, None],
+                out.to(o.dtype.element_ty),
+                mask=(token < end)[None, :],
+            )
+        S *= tl.load(decay + chunk * K + d)[None, :]
+        S = tl.dot(E, tl.load(ke + tile), S, input_precision=PRECISION)
+        if CHECKPOINTS:
+            m = tl.load(checkpoint_of_chunk + first + c).to(tl.int64)
+            if m >= 0:
+                tl.store(checkpoints + (m * H + h) * V * K + e[:, None] * K + d[None, :], S)
+    tl.store(final_state + state, S)
+
+
+@dataclass(frozen=True)
+class ScanTiles:
+    """How a scan is cut: rows of V a program takes, its warps, and chunks in flight."""
+
+    BV: int
+    num_warps: int
+    stages: int
+
+
+def scan_tiles(V: int) -> ScanTiles:
+    return ScanTiles(BV=min(V, 64), num_warps=4, stages=2)
+
+
+def scan(
+    v: torch.Tensor,
+    prepared: Prepared,
+    plan: ChunkPlan,
+    initial_state: torch.Tensor | None,
+    *,
+    store_states: bool = False,
+    store_errors: bool = False,
+    output: bool = True,
+    checkpoint_of_chunk: torch.Tensor | None = None,
+    checkpoints: int = 0,
+    tiles: ScanTiles | None = None,
+) -> Scanned:
+    """Values v `[T, H, V]` (last axis contiguous) through prepared chunks, from `initial_state`
+    `[N, H, V, K]` fp32 contiguous or zero.
+
+    `checkpoint_of_chunk` int32 `[NC]` names for each chunk the checkpoint that is the state after it, or -1.
+    """
+    T, H, V = v.shape
+    N, K = plan.sequences, prepared.kd.shape[-1]
+    tiles = tiles or scan_tiles(V)
+    operand = prepared.kd.dtype
+    o = v.new_empty(T if output else 0, H, V)
+    final_state = v.new_empty(N, H, V, K, dtype=torch.float32)
+    states = v.new_empty(plan.chunks, H, V, K, dtype=operand) if store_states else None
+    errors = v.new_empty(plan.chunks, H, CHUNK, V, dtype=operand) if store_errors else None
+    kept = None
+    if checkpoint_of_chunk is not None:
+        kept = v.new_full((checkpoints, H, V, K), float("nan"), dtype=torch.float32)
+    _scan[(V // tiles.BV, H, N)](
+        v, prepared.qd, prepared.kd, prepared.ke, prepared.inverse, prepared.attention, prepared.decay,
+        initial_state, o, final_state, states, errors, kept, checkpoint_of_chunk,
+        plan.cu_seqlens, plan.first_chunk, *v.stride()[:2],
+        H=H, K=K, V=V, BV=tiles.BV, CHUNK=CHUNK, INITIAL=initial_state is not None, STATES=store_states,
+        ERRORS=store_errors, CHECKPOINTS=kept is not None, OUTPUT=output, STAGES=tiles.stages,
+        num_warps=tiles.num_warps,
+    )  # fmt: skip
+    return Scanned(o, final_state, states, errors, kept)
