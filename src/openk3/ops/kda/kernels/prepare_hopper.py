@@ -207,7 +207,6 @@ def prepare_hopper(
     decays = gl.allocate_shared_memory(gl.float32, [2, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     decays.store(gl.convert_layout(gl.reshape(own_decay, [2, K]), gl.BlockedLayout([1, 2], [1, 32], [2, 2], [1, 0])))
     up = _exp2(G + SHIFT)
-    down = _exp2(-SHIFT - G)
 
     squares_q, squares_k = warpgroup_mma_wait(0, deps=(squares_q, squares_k))
     norms_q = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
@@ -230,7 +229,7 @@ def prepare_hopper(
     x = unit * up
     left_k.store(_rows(x.to(gl.bfloat16)))
     gl.store(kd + out, (x * from_start).to(gl.bfloat16))
-    x = unit * _per_row(betas) * down
+    x = unit * _per_row(betas) * _reciprocal(up)
     right.store(_rows(x.to(gl.bfloat16)))
     x *= _exp2(total + SHIFT)
     earlier = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], WIDE)

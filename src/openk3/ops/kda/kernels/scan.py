@@ -19,7 +19,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from openk3.ops.kda.kernels.plan import CHUNK, ChunkPlan
-from openk3.ops.kda.kernels.prepare import Prepared
+from openk3.ops.kda.kernels.prepare import Prepared, on_hopper
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,11 @@ def scan_tiles(V: int) -> ScanTiles:
     return ScanTiles(BV=min(V, 64), num_warps=4, stages=2)
 
 
+def hopper_tiles(programs: int) -> ScanTiles:
+    """For V = 128 and `programs` sequences times heads: whole heads, or halves where those leave SMs idle."""
+    return ScanTiles(BV=128, num_warps=8, stages=2) if programs > 66 else ScanTiles(BV=64, num_warps=4, stages=3)
+
+
 def scan(
     v: torch.Tensor,
     prepared: Prepared,
@@ -114,6 +119,7 @@ def scan(
     checkpoint_of_chunk: torch.Tensor | None = None,
     checkpoints: int = 0,
     tiles: ScanTiles | None = None,
+    hopper: bool | None = None,
 ) -> Scanned:
     """Values v `[T, H, V]` (last axis contiguous) through prepared chunks, from `initial_state`
     `[N, H, V, K]` fp32 contiguous or zero.
@@ -122,7 +128,9 @@ def scan(
     """
     T, H, V = v.shape
     N, K = plan.sequences, prepared.kd.shape[-1]
-    tiles = tiles or scan_tiles(V)
+    if hopper is None:
+        hopper = v.dtype == torch.bfloat16 and K == V == 128 and on_hopper(v)
+    tiles = tiles or (hopper_tiles(N * H) if hopper else scan_tiles(V))
     operand = prepared.kd.dtype
     o = v.new_empty(T if output else 0, H, V)
     final_state = v.new_empty(N, H, V, K, dtype=torch.float32)
@@ -131,12 +139,24 @@ def scan(
     kept = None
     if checkpoint_of_chunk is not None:
         kept = v.new_full((checkpoints, H, V, K), float("nan"), dtype=torch.float32)
-    _scan[(V // tiles.BV, H, N)](
-        v, prepared.qd, prepared.kd, prepared.ke, prepared.inverse, prepared.attention, prepared.decay,
-        initial_state, o, final_state, states, errors, kept, checkpoint_of_chunk,
-        plan.cu_seqlens, plan.first_chunk, *v.stride()[:2],
-        H=H, K=K, V=V, BV=tiles.BV, CHUNK=CHUNK, INITIAL=initial_state is not None, STATES=store_states,
-        ERRORS=store_errors, CHECKPOINTS=kept is not None, OUTPUT=output, STAGES=tiles.stages,
-        num_warps=tiles.num_warps,
-    )  # fmt: skip
+    flags = {
+        "INITIAL": initial_state is not None, "STATES": store_states, "ERRORS": store_errors,
+        "CHECKPOINTS": kept is not None, "OUTPUT": output, "STAGES": tiles.stages, "num_warps": tiles.num_warps,
+    }  # fmt: skip
+    grid = V // tiles.BV, H, N
+    outputs = o, final_state, states, errors, kept, checkpoint_of_chunk, plan.cu_seqlens, plan.first_chunk
+    if hopper:
+        from openk3.ops.kda.kernels.scan_hopper import descriptor, scan_hopper
+
+        p = prepared
+        tiles_of = (descriptor(x) for x in (p.qd, p.kd, p.ke, p.inverse, p.attention))
+        scan_hopper[grid](
+            v, *tiles_of, p.decay, initial_state, *outputs, *v.stride()[:2], H=H, V=V, BV=tiles.BV, **flags
+        )
+    else:
+        p = prepared
+        _scan[grid](
+            v, p.qd, p.kd, p.ke, p.inverse, p.attention, p.decay, initial_state, *outputs, *v.stride()[:2],
+            H=H, K=K, V=V, BV=tiles.BV, CHUNK=CHUNK, **flags,
+        )  # fmt: skip
     return Scanned(o, final_state, states, errors, kept)
