@@ -1,0 +1,107 @@
+"""The gradient of the state, back through the chunks of each sequence (report §2.1.1 eq. 4).
+
+The serial part of the backward of `scan`. With dS the gradient of the state that leaves a chunk, everything
+transposed as in the forward, and D the chunk's gradient to what it read (values less predictions), which is
+also the gradient to its values:
+
+    D^T = (dO^T A + dS ke^T) X        dS <- dS diag(decay) + dO^T qd - D^T kd
+
+What is parallel over chunks is left to `intra_backward`, which reads D and each dS again.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from openk3.ops.kda.kernels.plan import CHUNK, ChunkPlan
+from openk3.ops.kda.kernels.prepare import Prepared
+
+
+@triton.jit
+def _scan_backward(
+    d_o, qd, kd, ke, inverse, attention, decay, d_final_state,
+    d_v, d_states, d_initial_state, cu_seqlens, first_chunk,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
+    FINAL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    part, h, n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    OPERAND = kd.dtype.element_ty
+    PRECISION: tl.constexpr = "ieee" if kd.dtype.element_ty == tl.float32 else "tf32"
+    first = tl.load(first_chunk + n).to(tl.int64)
+    chunks = (tl.load(first_chunk + n + 1) - first).to(tl.int32)
+    start = tl.load(cu_seqlens + n).to(tl.int64)
+    end = tl.load(cu_seqlens + n + 1)
+    r, d, e = tl.arange(0, CHUNK), tl.arange(0, K), part * BV + tl.arange(0, BV)
+    state = (n * H + h) * V * K + e[:, None] * K + d[None, :]
+    dS = tl.load(d_final_state + state) if FINAL else tl.zeros([BV, K], tl.float32)
+    for later in tl.range(0, chunks, num_stages=STAGES):
+        c = chunks - 1 - later
+        chunk = (first + c) * H + h
+        tile = chunk * CHUNK * K + r[:, None] * K + d[None, :]
+        pairs = chunk * CHUNK * CHUNK + r[:, None] * CHUNK + r[None, :]
+        token = start + c * CHUNK + r
+        values = (token[:, None] * H + h) * V + e[None, :]
+        inside = (token < end)[:, None]
+        dO = tl.trans(tl.load(d_o + values, mask=inside, other=0.0))
+        leaving = dS.to(OPERAND)
+        tl.store(d_states + chunk * V * K + e[:, None] * K + d[None, :], leaving)
+        D = tl.dot(leaving, tl.trans(tl.load(ke + tile)), input_precision=PRECISION)
+        D = tl.dot(dO, tl.load(attention + pairs), D, input_precision=PRECISION)
+        D = tl.dot(D.to(OPERAND), tl.load(inverse + pairs), input_precision=PRECISION).to(OPERAND)
+        tl.store(d_v + values, tl.trans(D).to(d_v.dtype.element_ty), mask=inside)
+        dS *= tl.load(decay + chunk * K + d)[None, :]
+        dS = tl.dot(dO, tl.load(qd + tile), dS, input_precision=PRECISION)
+        dS = tl.dot(-D, tl.load(kd + tile), dS, input_precision=PRECISION)
+    tl.store(d_initial_state + state, dS)
+
+
+@dataclass(frozen=True)
+class ScanBackwardTiles:
+    """How the reverse scan is cut: rows of V a program takes, its warps, and chunks in flight."""
+
+    BV: int
+    num_warps: int
+    stages: int
+
+
+def scan_backward_tiles(V: int) -> ScanBackwardTiles:
+    return ScanBackwardTiles(BV=V, num_warps=V // 16, stages=2)
+
+
+def scan_backward(
+    d_o: torch.Tensor,
+    prepared: Prepared,
+    plan: ChunkPlan,
+    d_final_state: torch.Tensor | None,
+    *,
+    tiles: ScanBackwardTiles | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Takes the gradient of the states back through prepared chunks.
+
+    Args:
+        d_o: gradient to the outputs, `[T, H, V]` contiguous, in the operands' dtype.
+        prepared: the chunks that the forward scan went through.
+        d_final_state: `[N, H, V, K]` fp32 contiguous, or None for zero.
+
+    Returns:
+        d_v `[T, H, V]` in d_o's dtype; the gradient to the state that leaves each chunk, `[NC, H, V, K]` in
+        the operands' dtype; d_initial_state `[N, H, V, K]` fp32.
+    """
+    _, H, V = d_o.shape
+    N, K = plan.sequences, prepared.kd.shape[-1]
+    tiles = tiles or scan_backward_tiles(V)
+    d_v = torch.empty_like(d_o)
+    d_states = prepared.kd.new_empty(plan.chunks, H, V, K)
+    d_initial_state = d_o.new_empty(N, H, V, K, dtype=torch.float32)
+    _scan_backward[(V // tiles.BV, H, N)](
+        d_o, prepared.qd, prepared.kd, prepared.ke, prepared.inverse, prepared.attention, prepared.decay,
+        d_final_state, d_v, d_states, d_initial_state, plan.cu_seqlens, plan.first_chunk,
+        H=H, K=K, V=V, BV=tiles.BV, CHUNK=CHUNK, FINAL=d_final_state is not None, STAGES=tiles.stages,
+        num_warps=tiles.num_warps,
+    )  # fmt: skip
+    return d_v, d_states, d_initial_state
