@@ -5,7 +5,9 @@ Ours include the convolution, the output norm and its gate; the peer's kernel ha
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import kda_fla
 import torch
@@ -13,7 +15,11 @@ from gpu import Call, Ceilings, milliseconds_in_graph
 from kda_inputs import Tokens, decode_work
 from rows import row
 
+if TYPE_CHECKING:
+    from openk3.ops.kda.decoding import MixerWeights
+
 HEADS, K = 96, 128
+C = 3 * HEADS * K  # channels of q, k and v
 
 
 @dataclass(frozen=True)
@@ -63,11 +69,53 @@ def _states(count: int) -> torch.Tensor:
 
 
 def _our_step(work: Work, seed: int) -> Call:
-    raise ImportError("the decode kernel does not exist yet")
+    from openk3.ops.kda.decoding import kda_decode
+
+    N = work.sequences
+    tokens, slots = _projections((N,), seed), _slots(N)
+    memory = _states(N), torch.randn(N, 3, C, device="cuda").bfloat16()
+    return lambda: kda_decode(*tokens, *memory, slots, _weights())
 
 
 def _our_window(work: Work, seed: int) -> Call:
-    raise ImportError("the verify kernel does not exist yet")
+    from openk3.ops.kda.decoding import DraftWindow, kda_verify
+
+    N, W = work.sequences, work.window
+    tokens, slots = _projections((N, W), seed), _slots(N)
+    memory = _states(N), torch.randn(N, 3, C, device="cuda").bfloat16()
+    past = DraftWindow(*(x.clone() for x in tokens[:3]))
+    return lambda: kda_verify(*tokens, *memory, past, _accepted(work), slots, _weights())
+
+
+def _projections(rows: tuple[int, ...], seed: int) -> list[torch.Tensor]:
+    """qkv, z, b and the logits of the output gate, bf16."""
+    random = torch.Generator("cuda").manual_seed(seed)
+    shapes = ((C,), (HEADS, K), (HEADS,), (HEADS, K))
+    return [torch.randn(*rows, *s, device="cuda", generator=random).bfloat16() for s in shapes]
+
+
+def _slots(count: int) -> torch.Tensor:
+    """A place in the pool for each sequence, in no order."""
+    return torch.randperm(count, device="cuda").int()
+
+
+@functools.cache
+def _accepted(work: Work) -> torch.Tensor:
+    """How many tokens of the window before stay, 1 to all; the same for ours and the peer's."""
+    random = torch.Generator("cuda").manual_seed(9)
+    shape = (work.sequences,)
+    return torch.randint(1, work.window + 1, shape, device="cuda", dtype=torch.int32, generator=random)
+
+
+@functools.cache
+def _weights() -> MixerWeights:
+    from openk3.ops.kda.decoding import MixerWeights
+
+    random = torch.Generator("cuda").manual_seed(8)
+    taps = torch.randn(4, C, device="cuda", generator=random)
+    A_log = 0.2 * torch.randn(HEADS, device="cuda", generator=random)
+    dt_bias = 0.5 * torch.randn(HEADS, K, device="cuda", generator=random)
+    return MixerWeights(taps, A_log, dt_bias, torch.ones(K, device="cuda"), norm_eps=1e-5)
 
 
 def _fla_step(work: Work, seed: int) -> Call:
@@ -76,5 +124,5 @@ def _fla_step(work: Work, seed: int) -> Call:
 
 def _fla_window(work: Work, seed: int) -> Call:
     count = work.sequences * work.window
-    accepted = torch.randint(1, work.window + 1, (work.sequences,), device="cuda", dtype=torch.int32)
-    return kda_fla.verify(Tokens.draw(count, HEADS, K, seed), work.window, _states(count), accepted)
+    tokens = Tokens.draw(count, HEADS, K, seed)
+    return kda_fla.verify(tokens, work.window, _states(count), _accepted(work))

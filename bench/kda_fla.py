@@ -66,7 +66,7 @@ def chunkwise(x: Chunkwise, *, final_state: bool = False) -> tuple[Tensor, Tenso
 
 
 def decode(x: Tokens, state: Tensor) -> Callable[[], object]:
-    """One token of each of N sequences, state `[N, H, V, K]` updated in place; no convolution, no output norm."""
+    """One token of each of N sequences, states `[N, H, V, K]` moved on in place; no conv, no output norm."""
     from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 
     parts = [part.unsqueeze(1) for part in (x.q, x.k, x.v, x.z, x.b)]  # [N, 1, ...]
