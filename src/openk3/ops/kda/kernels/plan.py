@@ -62,3 +62,30 @@ def plan_chunks(cu_seqlens: torch.Tensor, tokens: int) -> ChunkPlan:
     chunk_sequence = cu_seqlens.new_empty(chunks)
     _plan[(N,)](cu_seqlens, first_chunk, chunk_sequence, chunks, CHUNK=CHUNK, BLOCK=256)
     return ChunkPlan(cu_seqlens, first_chunk, chunk_sequence, chunks)
+
+
+@triton.jit
+def _mark(checkpoint_at, cu_seqlens, first_chunk, checkpoint_of_chunk, N, CHUNK: tl.constexpr):
+    m = tl.program_id(0)
+    end = tl.load(checkpoint_at + m)
+    low, high = 0, N  # the sequence with start < end <= stop: the last whose start lies below
+    while high - low > 1:
+        middle = (low + high) // 2
+        below = tl.load(cu_seqlens + middle) < end
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+    start, stop = tl.load(cu_seqlens + low), tl.load(cu_seqlens + low + 1)
+    tokens = end - start
+    fits = (end <= stop) & (tokens > 0) & ((tokens % CHUNK == 0) | (end == stop))
+    tl.store(checkpoint_of_chunk + tl.load(first_chunk + low) + (tokens - 1) // CHUNK, m, mask=fits)
+
+
+def mark_checkpoints(plan: ChunkPlan, checkpoint_at: torch.Tensor) -> torch.Tensor:
+    """int32 `[NC]`: which checkpoint is the state after each chunk, or -1.
+
+    `checkpoint_at` int32 `[M]` holds packed end offsets; one that ends no chunk marks nothing.
+    """
+    marks = torch.full_like(plan.chunk_sequence, -1)
+    if M := len(checkpoint_at):
+        _mark[(M,)](checkpoint_at, plan.cu_seqlens, plan.first_chunk, marks, plan.sequences, CHUNK=CHUNK)
+    return marks

@@ -9,7 +9,7 @@ w_j = beta_j k_j (report §2.1.1 eq. 3-5):
 
 Pairs are formed by dense products on tiles of 32 rows. With the gate bounded by -5, G spans at most 231 in a
 tile, so 2^(G + 115) and 2^(-G - 115) stay within bf16's exponents, and their products are exact in scale.
-Between the two tiles, the later's rows count from its start and the earlier's to its end: no factor exceeds 1.
+Between the two tiles, the later's rows count from its start, the earlier's to its end: no factor exceeds 1.
 No row reads a later row's gate, so that results are bitwise causal.
 
 X is made by joining diagonal blocks of h = 1, 2, 4, ... rows: X <- X - X L_h X with L_h the blocks of L below
@@ -100,13 +100,16 @@ def _inverse(L, PRODUCT: tl.constexpr):
         joined = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
         below = tl.where(joined, L, 0.0).to(PRODUCT)
         before = X.to(PRODUCT)
-        X -= tl.dot(tl.dot(before, below, input_precision=PRECISION).to(PRODUCT), before, input_precision=PRECISION)
+        X -= tl.dot(
+            tl.dot(before, below, input_precision=PRECISION).to(PRODUCT), before, input_precision=PRECISION
+        )
     return X
 
 
 @triton.jit
 def _prepare(
-    q, k, z, b, A_log, dt_bias, cu_seqlens, first_chunk, chunk_sequence, qd, kd, ke, inverse, attention, decay,
+    q, k, z, b, A_log, dt_bias, cu_seqlens, first_chunk, chunk_sequence,
+    qd, kd, ke, inverse, attention, decay,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_zt, stride_zh, stride_b, scale,
     H: tl.constexpr, K: tl.constexpr, BOUND: tl.constexpr, EPS: tl.constexpr,
     OPERAND: tl.constexpr, PRODUCT: tl.constexpr, CHUNK: tl.constexpr,

@@ -1,4 +1,4 @@
-"""`prepare` for Hopper at K = 128, with explicit layouts (Gluon). Same function as its twin `prepare._prepare`.
+"""`prepare` for Hopper at K = 128, in explicit layouts (Gluon). The same function as `prepare._prepare`.
 
 Four warps a chunk. A thread owns two channels of all 32 rows of one tile, so that the sum of gates down the
 rows stays in its registers, and nothing is exchanged between threads but operands of products, which are
@@ -33,11 +33,15 @@ SHIFT = gl.constexpr(116.0)
 DOWN = gl.constexpr(2.0**-116)
 
 ROWS = gl.constexpr(gl.BlockedLayout([32, 2], [1, 32], [2, 2], [1, 0]))  # [64, 128]
-TILES = gl.constexpr(gl.BlockedLayout([1, 32, 2], [1, 1, 32], [2, 1, 2], [2, 1, 0]))  # the same as [2, 32, 128]
+TILES = gl.constexpr(
+    gl.BlockedLayout([1, 32, 2], [1, 1, 32], [2, 1, 2], [2, 1, 0])
+)  # the same as [2, 32, 128]
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 ROW = gl.constexpr(gl.SliceLayout(1, ROWS))
-SQUARE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+SQUARE = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+)
 HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
 # Two diagonal blocks, one a warp (warps 2 and 3 repeat them), and the block below them, on all four.
 BLOCKS = gl.constexpr(
@@ -154,7 +158,8 @@ def _inverses(L, L_t):
 
 @gluon.jit
 def prepare_hopper(
-    q, k, z, b, A_log, dt_bias, cu_seqlens, first_chunk, chunk_sequence, qd, kd, ke, inverse, attention, decay,
+    q, k, z, b, A_log, dt_bias, cu_seqlens, first_chunk, chunk_sequence,
+    qd, kd, ke, inverse, attention, decay,
     scale, stride_qt: gl.constexpr, stride_qh: gl.constexpr, stride_kt: gl.constexpr, stride_kh: gl.constexpr,
     stride_zt: gl.constexpr, stride_zh: gl.constexpr, stride_b: gl.constexpr,
     H: gl.constexpr, BOUND: gl.constexpr, EPS: gl.constexpr,
@@ -205,7 +210,9 @@ def prepare_hopper(
     total = gl.expand_dims(gl.sum(a, 1), 1)  # [2, 1, 128]
     own_decay = _exp2(total)
     decays = gl.allocate_shared_memory(gl.float32, [2, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    decays.store(gl.convert_layout(gl.reshape(own_decay, [2, K]), gl.BlockedLayout([1, 2], [1, 32], [2, 2], [1, 0])))
+    decays.store(
+        gl.convert_layout(gl.reshape(own_decay, [2, K]), gl.BlockedLayout([1, 2], [1, 32], [2, 2], [1, 0]))
+    )
     up = _exp2(G + SHIFT)
 
     squares_q, squares_k = warpgroup_mma_wait(0, deps=(squares_q, squares_k))

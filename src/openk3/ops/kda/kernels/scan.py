@@ -59,7 +59,9 @@ def _scan(
         pairs = chunk * CHUNK * CHUNK + r[:, None] * CHUNK + r[None, :]
         token = start + c * CHUNK + r
         values = tl.load(
-            v + token[None, :] * stride_vt + h * stride_vh + e[:, None], mask=(token < end)[None, :], other=0.0
+            v + token[None, :] * stride_vt + h * stride_vh + e[:, None],
+            mask=(token < end)[None, :],
+            other=0.0,
         )
         entering = S.to(OPERAND)
         if STATES:
@@ -104,7 +106,9 @@ def scan_tiles(V: int) -> ScanTiles:
 
 def hopper_tiles(programs: int) -> ScanTiles:
     """For V = 128 and `programs` sequences times heads: whole heads, or halves where those leave SMs idle."""
-    return ScanTiles(BV=128, num_warps=8, stages=2) if programs > 66 else ScanTiles(BV=64, num_warps=4, stages=3)
+    return (
+        ScanTiles(BV=128, num_warps=8, stages=2) if programs > 66 else ScanTiles(BV=64, num_warps=4, stages=3)
+    )
 
 
 def scan(
@@ -141,7 +145,8 @@ def scan(
         kept = v.new_full((checkpoints, H, V, K), float("nan"), dtype=torch.float32)
     flags = {
         "INITIAL": initial_state is not None, "STATES": store_states, "ERRORS": store_errors,
-        "CHECKPOINTS": kept is not None, "OUTPUT": output, "STAGES": tiles.stages, "num_warps": tiles.num_warps,
+        "CHECKPOINTS": kept is not None, "OUTPUT": output, "STAGES": tiles.stages,
+        "num_warps": tiles.num_warps,
     }  # fmt: skip
     grid = V // tiles.BV, H, N
     outputs = o, final_state, states, errors, kept, checkpoint_of_chunk, plan.cu_seqlens, plan.first_chunk

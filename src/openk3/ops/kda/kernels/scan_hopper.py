@@ -1,7 +1,7 @@
 """The scan for Hopper (Gluon). Same function as its twin `scan._scan`, bf16, K = 128.
 
-What the twin cannot say: the tiles of a chunk arrive by the copy engine, one or two chunks ahead; and products
-that the next chunk does not wait for run while the serial chain goes on:
+What the twin cannot say: the tiles of a chunk arrive by the copy engine, one or two chunks ahead; and
+products that the next chunk does not wait for run while the serial chain goes on:
 
     chain    S kd^T -> E^T = (v^T - .) X^T -> S diag(decay) + E^T ke -> ...
     beside          S qd^T                           E^T A^T
@@ -74,8 +74,12 @@ def scan_hopper(
     ERRORS: gl.constexpr, CHECKPOINTS: gl.constexpr, OUTPUT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 128, 16])
-    ACC_R: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 64, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 128, 16]
+    )
+    ACC_R: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 64, 16]
+    )
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC_R, 2)
     LEFT_S: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     STATE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
@@ -151,9 +155,13 @@ def scan_hopper(
             gl.store(states + chunk * V * K + tile, gl.convert_layout(entering, STATE))
         known, left = warpgroup_mma_wait(0, deps=(known, left))
         unknown = gl.convert_layout((values - known).to(gl.bfloat16), LEFT)
-        E = warpgroup_mma(unknown, inverse_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        E = warpgroup_mma(
+            unknown, inverse_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
         if OUTPUT:
-            out = warpgroup_mma(left, qd_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+            out = warpgroup_mma(
+                left, qd_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+            )
             E, unknown = warpgroup_mma_wait(1, deps=(E, unknown))
         else:
             E, unknown = warpgroup_mma_wait(0, deps=(E, unknown))

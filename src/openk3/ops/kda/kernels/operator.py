@@ -1,0 +1,158 @@
+"""The kernels as operators that autograd, torch.compile and export see.
+
+The backward keeps raw inputs and outputs only and prepares the chunks again: kept, they would be four times
+the size of an input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openk3.ops.kda.kernels.backward import backward
+from openk3.ops.kda.kernels.plan import mark_checkpoints, plan_chunks
+from openk3.ops.kda.kernels.prepare import prepare
+from openk3.ops.kda.kernels.scan import scan
+
+
+@torch.library.custom_op("openk3::gated_kda", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    cu_seqlens: Tensor,
+    initial_state: Tensor | None,
+    checkpoint_at: Tensor | None,
+    lower_bound: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    plan = plan_chunks(cu_seqlens, len(q))
+    prepared = prepare(q, k, z, b, A_log, dt_bias, plan, lower_bound, scale)
+    marks = None if checkpoint_at is None else mark_checkpoints(plan, checkpoint_at)
+    scanned = scan(
+        v, prepared, plan, initial_state,
+        checkpoint_of_chunk=marks, checkpoints=0 if checkpoint_at is None else len(checkpoint_at),
+    )  # fmt: skip
+    checkpoints = scanned.final_state.new_empty(0) if scanned.checkpoints is None else scanned.checkpoints
+    return scanned.o, scanned.final_state, checkpoints
+
+
+@_forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    cu_seqlens: Tensor,
+    initial_state: Tensor | None,
+    checkpoint_at: Tensor | None,
+    lower_bound: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    H, V, K = v.shape[1], v.shape[2], k.shape[2]
+    final_state = v.new_empty(len(cu_seqlens) - 1, H, V, K, dtype=torch.float32)
+    shape = (0,) if checkpoint_at is None else (len(checkpoint_at), H, V, K)
+    return v.new_empty(v.shape), final_state, final_state.new_empty(shape)
+
+
+@torch.library.custom_op("openk3::gated_kda_backward", mutates_args=())
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    cu_seqlens: Tensor,
+    initial_state: Tensor | None,
+    o: Tensor,
+    d_o: Tensor,
+    d_final_state: Tensor,
+    lower_bound: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    plan = plan_chunks(cu_seqlens, len(q))
+    prepared = prepare(q, k, z, b, A_log, dt_bias, plan, lower_bound, scale)
+    scanned = scan(v, prepared, plan, initial_state, store_states=True, store_errors=True, output=False)
+    assert scanned.states is not None and scanned.errors is not None
+    grads = backward(
+        q, k, v, z, b, A_log, dt_bias, o, prepared, scanned.states, scanned.errors, d_o, d_final_state,
+        plan, lower_bound, scale,
+    )  # fmt: skip
+    d = grads.inputs
+    return d.q, d.k, grads.v, d.z, d.b, d.A_log, d.dt_bias, grads.initial_state
+
+
+@_backward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    cu_seqlens: Tensor,
+    initial_state: Tensor | None,
+    o: Tensor,
+    d_o: Tensor,
+    d_final_state: Tensor,
+    lower_bound: float,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    raw = (x.new_empty(x.shape) for x in (q, k, v, z, b, A_log, dt_bias))
+    return *raw, d_final_state.new_empty(d_final_state.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, _, lower_bound, scale = inputs
+    ctx.save_for_backward(*tensors, output[0])
+    ctx.bound_and_scale = lower_bound, scale
+    ctx.set_materialize_grads(True)
+    ctx.mark_non_differentiable(output[2])
+
+
+def _gradients(ctx: Any, d_o: Tensor, d_final_state: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, o = ctx.saved_tensors
+    initial_state = tensors[8]
+    *grads, d_initial = _backward(
+        *tensors, o, d_o.contiguous(), d_final_state.contiguous(), *ctx.bound_and_scale
+    )
+    return *grads, None, None if initial_state is None else d_initial, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
+
+
+def gated_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    cu_seqlens: Tensor,
+    initial_state: Tensor | None,
+    checkpoint_at: Tensor | None,
+    lower_bound: float,
+    scale: float,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """See `openk3.ops.kda.gated.gated_kda`."""
+    q, k, v, z = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, z))
+    state = None if initial_state is None else initial_state.to(torch.float32).contiguous()
+    o, final_state, checkpoints = _forward(
+        q, k, v, z, b.contiguous(), A_log, dt_bias.contiguous(), cu_seqlens, state, checkpoint_at,
+        lower_bound, scale,
+    )  # fmt: skip
+    return (o, final_state) if checkpoint_at is None else (o, final_state, checkpoints)
