@@ -192,6 +192,31 @@ def test_without_tokens_the_state_passes_through(lengths, implementation):
     assert torch.equal(final_state, inputs["initial_state"])
 
 
+@pytest.mark.parametrize("implementation", ["reference", "eager"])
+def test_a_state_at_a_checkpoint_is_the_final_state_of_a_call_that_ends_there(implementation):
+    """Inside sequences, at their ends, closer to the start than W - 1, twice the same."""
+    lengths, offsets = [0, 6, 0, 2, 4], [1, 4, 4, 6, 7, 8, 12]
+    inputs = draw(lengths)
+    states = short_conv(
+        **inputs,
+        cu_seqlens=packed(lengths),
+        checkpoint_at=torch.tensor(offsets, dtype=torch.int32),
+        implementation=implementation,
+    )[2]
+    assert torch.equal(states, states_one_by_one(inputs, lengths, offsets))
+
+
+def states_one_by_one(inputs, lengths, offsets) -> torch.Tensor:
+    bounds = packed(lengths).tolist()
+    states = []
+    for end in offsets:
+        n = next(i for i, bound in enumerate(bounds[1:]) if bound >= end)
+        part = inputs["x"][bounds[n] : end]
+        before = inputs["initial_state"][n : n + 1]
+        states.append(short_conv(part, inputs["weight"], packed([len(part)]), initial_state=before)[1])
+    return torch.cat(states)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -201,6 +226,12 @@ def test_without_tokens_the_state_passes_through(lengths, implementation):
         ({"activation": "relu"}, "activation must be 'silu' or None, got 'relu'"),
         ({"cu_seqlens": torch.tensor([0, 5])}, "from 0 to the 4 tokens, got 0 to 5"),
         ({"cu_seqlens": torch.tensor([1, 4])}, "got 1 to 4"),
+        ({"cu_seqlens": torch.tensor([], dtype=torch.int32)}, r"must be \[N \+ 1\], got no element"),
+        (
+            {"checkpoint_at": torch.tensor([2.0])},
+            "checkpoint_at must be int32 on one axis, got torch.float32",
+        ),
+        ({"checkpoint_at": torch.tensor([2, 5])}, r"checkpoint_at must lie in \[1, 4\], got 5"),
     ],
 )
 def test_bad_input_is_named(change, message):
@@ -208,6 +239,10 @@ def test_bad_input_is_named(change, message):
         short_conv(**(draw([4]) | {"cu_seqlens": packed([4])} | change))
 
 
-def test_a_kernel_that_does_not_exist_is_an_error_not_a_fallback():
-    with pytest.raises(KernelUnavailable, match="short_conv"):
-        short_conv(**draw([4]), cu_seqlens=packed([4]), implementation="triton")
+@pytest.mark.parametrize(
+    ("change", "message"), [({}, "computes in fp32"), ({"W": 9}, "widths 2 to 8, got 9")]
+)
+def test_what_the_kernel_cannot_do_is_an_error_not_a_fallback(change, message):
+    inputs = draw([4], **({"dtype": torch.float64} | change))
+    with pytest.raises(KernelUnavailable, match=f"short_conv: .*{message}"):
+        short_conv(**inputs, cu_seqlens=packed([4]), implementation="triton")

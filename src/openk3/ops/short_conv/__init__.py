@@ -6,7 +6,7 @@ the last W - 1 of them come in as a state and go out as one.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 
@@ -18,6 +18,28 @@ from openk3.ops.packed import sequence_bounds
 __all__ = ["short_conv"]
 
 
+@overload
+def short_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = ...,
+    activation: Literal["silu"] | None = ...,
+    checkpoint_at: None = ...,
+    implementation: Implementation | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def short_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = ...,
+    activation: Literal["silu"] | None = ...,
+    checkpoint_at: torch.Tensor,
+    implementation: Implementation | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 def short_conv(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -25,28 +47,35 @@ def short_conv(
     *,
     initial_state: torch.Tensor | None = None,
     activation: Literal["silu"] | None = "silu",
+    checkpoint_at: torch.Tensor | None = None,
     implementation: Implementation | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y_t = act(sum_j weight[:, j] * x_{t - (W - 1) + j}); inputs before the sequence come from its state.
 
     Computed in the widest dtype among the inputs, at least fp32.
 
     Args:
-        x: `[T, C]`.
+        x: `[T, C]`; rows may lie apart, as when q, k and v are a part of one projection.
         weight: `[C, W]`, the last tap at the current token.
-        cu_seqlens: int32 `[N + 1]` from 0 to T, non-decreasing; sequences may be empty.
+        cu_seqlens: int32 `[N + 1]` from 0 to T, non-decreasing; sequences may be empty. "triton" leaves its
+            values unchecked, and those of checkpoint_at: to read them on the host is to wait for all work on
+            the device. Wrong ones there mean wrong results, or accesses out of bounds.
         initial_state: `[N, W - 1, C]`, the inputs before each sequence, oldest first; zeros by default.
         activation: "silu", or None for the bare convolution.
-        implementation: force "reference" or "eager"; by default the fastest for the device.
+        checkpoint_at: int32 `[M]` packed end offsets in [1, T]: also return the states there, each of the
+            sequence of the token before it.
+        implementation: force "reference", "eager" or "triton" (W from 2 to 8, not float64); by default the
+            fastest for the device.
 
     Returns:
         y `[T, C]` and the final state `[N, W - 1, C]`, the last W - 1 inputs of each sequence, both in x's
         dtype. A sequence shorter than that still holds the newest rows of its initial state. Both are
-        differentiable in all tensor inputs, once.
+        differentiable in all tensor inputs, once. With `checkpoint_at` also states `[M, W - 1, C]`, bitwise
+        the final states of calls that end there; they carry no gradient.
 
     Raises:
-        InvalidInput: shapes, dtypes or devices do not fit, the offsets are not those of a packing, or the
-            activation is not known.
+        InvalidInput: shapes, dtypes or devices do not fit, the activation is not known, or, on the host, the
+            offsets are not those of a packing.
         KernelUnavailable: the forced implementation cannot run here.
     """
     if x.dim() != 2 or weight.dim() != 2 or weight.shape[0] != x.shape[1] or weight.shape[1] < 1:
@@ -56,18 +85,46 @@ def short_conv(
         )
     if activation not in ("silu", None):
         raise InvalidInput(f"short_conv: activation must be 'silu' or None, got {activation!r}")
-    bounds = sequence_bounds("short_conv: cu_seqlens", cu_seqlens, len(x))
-    expected = (len(bounds) - 1, weight.shape[1] - 1, x.shape[1])
-    if initial_state is None:
-        initial_state = x.new_zeros(expected)
-    elif initial_state.shape != expected:
+    _check_offsets(x, cu_seqlens, checkpoint_at)
+    expected = (len(cu_seqlens) - 1, weight.shape[1] - 1, x.shape[1])
+    if initial_state is not None and initial_state.shape != expected:
         raise InvalidInput(
             f"short_conv: initial_state must be [N, W - 1, C] = {expected}, got {tuple(initial_state.shape)}"
         )
     check_floating("short_conv", x=x, weight=weight, initial_state=initial_state)
-    match choose("short_conv", x, implementation, kernels=False):
-        case "reference":
-            from openk3.ops.short_conv.reference import short_conv as run
-        case _:
-            from openk3.ops.short_conv.eager import short_conv as run
-    return run(x, weight, bounds, initial_state, activation == "silu")
+    silu = activation == "silu"
+    chosen = choose("short_conv", x, implementation)
+    if chosen == "triton":
+        from openk3.ops.short_conv import kernels
+
+        out = kernels.short_conv(x, weight, cu_seqlens, initial_state, silu)
+        if checkpoint_at is None:
+            return out
+        return *out, kernels.states_at(x, weight, cu_seqlens, initial_state, checkpoint_at)
+    bounds = sequence_bounds("short_conv: cu_seqlens", cu_seqlens, len(x))
+    state = x.new_zeros(expected) if initial_state is None else initial_state
+    if chosen == "reference":
+        from openk3.ops.short_conv.reference import short_conv as run
+    else:
+        from openk3.ops.short_conv.eager import short_conv as run
+    out = run(x, weight, bounds, state, silu)
+    if checkpoint_at is None:
+        return out
+    from openk3.ops.short_conv.reference import states_at
+
+    return *out, states_at(x, bounds, state, checkpoint_at)
+
+
+def _check_offsets(x: torch.Tensor, cu_seqlens: torch.Tensor, checkpoint_at: torch.Tensor | None) -> None:
+    """What can be known of offsets without reading them."""
+    for name, offsets in (("cu_seqlens", cu_seqlens), ("checkpoint_at", checkpoint_at)):
+        if offsets is None:
+            continue
+        if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
+            raise InvalidInput(
+                f"short_conv: {name} must be int32 on one axis, got {offsets.dtype} {tuple(offsets.shape)}"
+            )
+        if x.is_cuda and offsets.device != x.device:
+            raise InvalidInput(f"short_conv: {name} must be on {x.device}, got {offsets.device}")
+    if not len(cu_seqlens):
+        raise InvalidInput("short_conv: cu_seqlens must be [N + 1], got no element")

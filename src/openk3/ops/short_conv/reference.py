@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import pairwise
 
 import torch
 
+from openk3.errors import InvalidInput
 from openk3.ops.precision import widen
 
 
@@ -24,3 +26,19 @@ def short_conv(
     y = torch.cat(outputs)
     final_state = torch.stack(finals) if finals else initial_state
     return (torch.nn.functional.silu(y) if silu else y).to(x.dtype), final_state.to(x.dtype)
+
+
+@torch.no_grad()
+def states_at(
+    x: torch.Tensor, bounds: list[int], initial_state: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """The last W - 1 inputs before each offset, `[M, W - 1, C]` in x's dtype. For eager too: they are few."""
+    S = initial_state.shape[1]
+    states = []
+    for end in offsets.tolist():
+        if not 1 <= end <= len(x):
+            raise InvalidInput(f"short_conv: checkpoint_at must lie in [1, {len(x)}], got {end}")
+        n = bisect_left(bounds, end, lo=1) - 1  # the sequence of token end - 1
+        seen = torch.cat([initial_state[n], x[bounds[n] : end]])
+        states.append(seen[len(seen) - S :])
+    return torch.stack(states).to(x.dtype) if states else x.new_empty(0, S, x.shape[1])
