@@ -11,7 +11,7 @@ from gpu import Ceilings, first_call_seconds, milliseconds, peak_gib
 from kda_inputs import Chunkwise, Tokens, forward_work, training_work
 from rows import row
 
-AGREEMENT = 2e-2  # relative L2 between ours and the peer beyond which a time means nothing
+AGREEMENT = 5e-2  # relative L2 to the peer beyond which a time means nothing; both err by less than 1e-2
 
 
 Operator = Callable[[Chunkwise], tuple[torch.Tensor, torch.Tensor | None]]

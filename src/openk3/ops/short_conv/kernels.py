@@ -51,7 +51,7 @@ def _row(x, x_stride, state, n, begin, row, c, C, W: tl.constexpr, HAS_STATE: tl
     return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])
 def _forward(
     x, x_stride: tl.int64, taps, cu_seqlens, state, y, T, N, C,
     W: tl.constexpr, SILU: tl.constexpr, HAS_STATE: tl.constexpr,
@@ -94,7 +94,7 @@ def _forward(
         n += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _tails(
     x, x_stride: tl.int64, cu_seqlens, offsets, state, out, N, C,
     W: tl.constexpr, AT_OFFSETS: tl.constexpr, HAS_STATE: tl.constexpr, CHANNELS: tl.constexpr,
@@ -117,7 +117,7 @@ def _tails(
         tl.store(place, value.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])
 def _backward(
     x, x_stride: tl.int64, taps, cu_seqlens, state, d_y, d_y_stride: tl.int64, d_final,
     d_x, d_taps, d_state, T, N, C,
