@@ -121,9 +121,8 @@ def sequential(x, accepted, slots, state, tail, weights, implementation):
 
 
 @pytest.mark.parametrize("implementation", BOTH)
-@pytest.mark.parametrize("bound", BOUNDS)
-@pytest.mark.parametrize(("H", "K", "W"), [(1, 64, 8), (1, 128, 4), (2, 64, 1)])
-def test_replay_is_sequential_decoding_after_every_accepted_length(implementation, bound, H, K, W):
+@pytest.mark.parametrize(("H", "K", "W", "bound"), [(1, 64, 8, -5.0), (1, 128, 4, None), (2, 64, 1, -5.0)])
+def test_replay_is_sequential_decoding_after_every_accepted_length(implementation, H, K, W, bound):
     """Rows of one batch accept 0 to W tokens of their first window; one row has no sequence."""
     weights, N = layer(H, K, bound), W + 2
     slots = torch.cat([torch.randperm(N - 1), torch.tensor([-1])]).int()
@@ -135,21 +134,20 @@ def test_replay_is_sequential_decoding_after_every_accepted_length(implementatio
     by_decoding = state.clone(), tail.clone()
 
     nothing, untouched = torch.zeros(N, dtype=torch.int32), state.clone()
-    o = kda_verify(*first, state, tail, past, nothing, slots, weights, implementation=implementation)
+    kda_verify(*first, state, tail, past, nothing, slots, weights, implementation=implementation)
     assert torch.equal(state[:-1], untouched[:-1]) and torch.equal(tail, by_decoding[1])
-    everything, copies = torch.full_like(accepted, W), (state.clone(), tail.clone())
-    expected = sequential(first, everything, slots, *copies, weights, implementation)
-    assert relative_error(o, expected) < 2e-6 and not o[-1].any()
 
     o = kda_verify(*second, state, tail, past, accepted, slots, weights, implementation=implementation)
     sequential(first, accepted, slots, *by_decoding, weights, implementation)
     assert torch.equal(state[:-1], by_decoding[0][:-1]) and torch.equal(tail, by_decoding[1])
     assert state[-1].isnan().all()
+    everything = torch.full_like(accepted, W)
     expected = sequential(second, everything, slots, *by_decoding, weights, implementation)
     assert relative_error(o, expected) < 2e-6 and not o[-1].any()
 
 
 @needs_triton
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # Triton interpreted by NumPy
 @pytest.mark.parametrize("z", [-30.0, 0.0, 30.0, 3000.0])
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_a_window_is_finite_and_right_however_slow_or_fast_the_decay(z, bound):

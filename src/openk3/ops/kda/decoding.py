@@ -57,12 +57,11 @@ class DraftWindow:
         device: torch.device | str,
     ) -> DraftWindow:
         """Memory for windows of up to `longest` tokens (1 to 8), not initialised: start with accepted = 0."""
-        like = {"dtype": dtype, "device": device}
-        return cls(
-            torch.empty(slots, longest, 3 * heads * head_dim, **like),
-            torch.empty(slots, longest, heads, head_dim, **like),
-            torch.empty(slots, longest, heads, **like),
-        )
+
+        def rows(*shape: int) -> Tensor:
+            return torch.empty(slots, longest, *shape, dtype=dtype, device=device)
+
+        return cls(rows(3 * heads * head_dim), rows(heads, head_dim), rows(heads))
 
 
 def kda_decode(
@@ -169,8 +168,9 @@ def kda_verify(
     index = slots[live].long()
     for t in range(past.qkv.shape[1]):
         stays = torch.where(t < accepted, slots, -1)
-        rows = [x[slots.clamp(min=0).long(), t] for x in (past.qkv, past.z, past.b)]
-        _decode(*rows, gate_logits[:, 0], state, tail, stays, weights, scale)
+        pool = slots.clamp(min=0).long()
+        token = past.qkv[pool, t], past.z[pool, t], past.b[pool, t], gate_logits[:, 0]
+        _decode(*token, state, tail, stays, weights, scale)
     state, tail = state[slots.clamp(min=0).long()], tail[slots.clamp(min=0).long()]
     own = torch.where(live, torch.arange(N, dtype=torch.int32, device=slots.device), -1)
     for kept, x in ((past.qkv, qkv), (past.z, z), (past.b, b)):

@@ -2,8 +2,8 @@
 
 Convolution and SiLU, L2 norm, gate, beta, recurrence and gated RMSNorm. A program is one head of one sequence
 and holds that head's state whole, since the norm at the end needs every value channel: 64 KB in registers,
-read and written once, which is nearly all the traffic. Loads of the state are issued first, and what else
-there is to do runs while they are under way.
+read and written once, which is nearly all the traffic. Its loads are issued first, and what can be done
+without them is done while they are under way.
 
 What replaying drafts must repeat to the bit is written here once, for `replay` to share: every product that
 is added is an explicit fma (kernels are compiled without contraction) and every sum over channels takes the
@@ -39,22 +39,31 @@ def halving_sum(x, ROWS: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def projected(x0, x1, x2, x3, w0, w1, w2, w3, gain, scale, l2_eps, K: tl.constexpr):
-    """One token's q, k, v and output gate, `[K]` each, from tiles `[4, K]` with a row for each of them.
+def projected(x0, x1, x2, x3, w0, w1, w2, w3, scale, l2_eps, K: tl.constexpr):
+    """One token's q, k and v, `[K]` each, from tiles `[4, K]` with a row for each of them and one to spare.
 
-    x0 to x3 are raw inputs of the convolution, oldest first, w0 to w3 its taps. The gate's row has taps
-    0, 0, 0, 1 and its logits as x3: the tile spreads over all threads what each would otherwise repeat.
+    x0 to x3 are raw inputs of the convolution, oldest first, w0 to w3 its taps. As a tile, all threads share
+    the work; what has fewer elements than there are threads is computed again wherever it is read.
     """
     x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     y = tl.fma(x3, w3, tl.fma(x2, w2, tl.fma(x1, w1, x0 * w0)))
+    y *= tl.sigmoid(y)
     kind = tl.arange(0, 4)[:, None]
-    y = tl.where(kind < 3, y, gain) * tl.sigmoid(y)
     inv = tl.rsqrt(halving_sum(y * y, 4, K) + l2_eps)[:, None]
-    y = y * tl.where(kind == 0, scale * inv, tl.where(kind == 1, inv, 1.0))
-    q_v, k_gate = tl.split(tl.reshape(tl.trans(y), [K, 2, 2]))
+    y *= tl.where(kind == 0, scale * inv, tl.where(kind == 1, inv, 1.0))
+    q_v, k_spare = tl.split(tl.reshape(tl.trans(y), [K, 2, 2]))
     q, v = tl.split(q_v)
-    k, gate = tl.split(k_gate)
-    return q, k, v, gate
+    k, _ = tl.split(k_spare)
+    return q, k, v
+
+
+@triton.jit
+def gates(logits, bias, gain, rate, lower_bound, BOUNDED: tl.constexpr):
+    """A token's decay and its output gate times gain, `[K]` each; logits and bias are `[2, K]`, of both."""
+    u = logits.to(tl.float32) + bias
+    decay = tl.exp(log_decay(u, rate, lower_bound, BOUNDED))
+    both = tl.where(tl.arange(0, 2)[:, None] == 0, decay, gain * tl.sigmoid(u))
+    return tl.split(tl.trans(both))
 
 
 @triton.jit
@@ -74,9 +83,26 @@ def log_decay(u, rate, lower_bound, BOUNDED: tl.constexpr):
 
 
 @triton.jit
+def state_cells(state, slot, h, H: tl.constexpr, K: tl.constexpr):
+    """Pointers to one head's state as `[V, K / 32, 32]`: laid out so, eight lanes read 128 bytes of a row,
+    a warp has four rows at a time, and to sum a row takes three exchanges, not five.
+    """
+    v = tl.arange(0, K)[:, None, None]
+    j = tl.arange(0, K // 32)[None, :, None]
+    c = tl.arange(0, 32)[None, None, :]
+    return state + (slot * H + h) * (K * K) + v * K + j * 32 + c
+
+
+@triton.jit
+def along_rows(x, K: tl.constexpr):
+    """`[K]` laid along the rows of such a state."""
+    return tl.reshape(x, [1, K // 32, 32])
+
+
+@triton.jit
 def against(S, x, K: tl.constexpr):
     """S x `[V]` for x `[K]`."""
-    return halving_sum(S * x[None, :], K, K)
+    return halving_sum(tl.reshape(S * along_rows(x, K), [K, K]), K, K)
 
 
 @triton.jit
@@ -109,8 +135,9 @@ def _decode(
     if slot < 0:
         tl.store(out + row, tl.zeros([K], out.dtype.element_ty))
         return
-    cells = state + (slot * H + h) * (K * K) + i[:, None] * K + i[None, :]
+    cells = state_cells(state, slot, h, H, K)
     S = tl.load(cells)
+    tl.debug_barrier()  # to save registers, the compiler would put these loads off
 
     C: tl.constexpr = 3 * H * K
     kind = tl.arange(0, 4)[:, None]
@@ -120,21 +147,24 @@ def _decode(
     w0 = tl.load(taps + channel, known, 0.0).to(tl.float32)
     w1 = tl.load(taps + C + channel, known, 0.0).to(tl.float32)
     w2 = tl.load(taps + 2 * C + channel, known, 0.0).to(tl.float32)
-    w3 = tl.load(taps + 3 * C + channel, known, 1.0).to(tl.float32)
+    w3 = tl.load(taps + 3 * C + channel, known, 0.0).to(tl.float32)
     x0 = tl.load(old, known, 0.0)
     x1 = tl.load(old + C, known, 0.0)
     x2 = tl.load(old + 2 * C, known, 0.0)
-    x3 = tl.load(qkv + n * C + channel, known, 0.0) + tl.load(gate + row[None, :], kind == 3, 0.0)
-    gain = tl.load(norm_weight + i).to(tl.float32)[None, :]
-    q, k, v, output_gate = projected(x0, x1, x2, x3, w0, w1, w2, w3, gain, scale, l2_eps, K)
-    u = tl.load(z + row).to(tl.float32) + tl.load(dt_bias + h * K + i).to(tl.float32)
-    g = log_decay(u, head_rate(A_log, h), lower_bound, BOUNDED)
+    x3 = tl.load(qkv + n * C + channel, known, 0.0)
+    which = tl.arange(0, 2)[:, None]
+    logits = tl.load(z + row[None, :], which == 0, 0.0) + tl.load(gate + row[None, :], which == 1, 0.0)
+    bias = tl.load(dt_bias + h * K + i[None, :], which == 0, 0.0).to(tl.float32)
+    gain = tl.load(norm_weight + i[None, :], which == 1, 0.0).to(tl.float32)
+    rate = head_rate(A_log, h)
     beta = tl.sigmoid(tl.load(b + n * H + h).to(tl.float32))
+    q, k, v = projected(x0, x1, x2, x3, w0, w1, w2, w3, scale, l2_eps, K)
+    decay, output_gate = gates(logits, bias, gain, rate, lower_bound, BOUNDED)
 
-    S = S * tl.exp(g)[None, :]
+    S = S * along_rows(decay, K)
     error = beta * (v - against(S, k, K))
     o = against(S, q, K) + error * tl.sum(q * k)
-    S = tl.fma(error[:, None], k[None, :], S)
+    S = tl.fma(error[:, None, None], along_rows(k, K), S)
     tl.store(cells, S)
 
     y = o * tl.rsqrt(tl.sum(o * o) / K + norm_eps) * output_gate
