@@ -105,3 +105,14 @@ def test_atomic_writes_do_not_load_torch():
     code = "import sys, openk3.checkpoint.atomic, openk3.checkpoint.jsonl; sys.exit('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+def test_a_link_that_leads_nowhere_is_in_the_way_of_a_folder(tmp_path):
+    (tmp_path / "link").symlink_to("nowhere")
+    for path in (tmp_path / "link", tmp_path / "link" / "inside"):
+        with pytest.raises(
+            StorageError, match=r"link: is a link that leads nowhere where a folder is needed"
+        ):
+            make_folder(path)
+    with pytest.raises(StorageError, match="exists already"), atomic_folder(tmp_path / "link"):
+        raise AssertionError("nothing is built")

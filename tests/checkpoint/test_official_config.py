@@ -173,3 +173,42 @@ def test_the_weights_type_is_read_from_either_name():
     assert weights_dtype({"torch_dtype": "float32"}) == "float32"
     assert weights_dtype({"dtype": "bfloat16", "text_config": {"dtype": "float32"}}) == "float32"
     assert weights_dtype({}) == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "field", ["latent_moe_use_norm", "mla_use_output_gate", "linear_attn_config.use_full_rank_gate"]
+)
+@pytest.mark.parametrize("value", ["false", 0, 1, [1], float("nan")])
+def test_a_switch_is_true_or_false_and_nothing_that_counts_as_it(field, value):
+    table = _released("k3")
+    *parts, last = field.split(".")
+    text = table["text_config"]
+    for part in parts:
+        text = text[part]
+    text[last] = value
+    with pytest.raises(CheckpointError, match=f"{last} is .*want true or false"):
+        model_config_from(table)
+
+
+@pytest.mark.parametrize("value", ["", [], {}, False])
+@pytest.mark.parametrize("field", ["activation_situ_beta", "activation_situ_linear_beta"])
+def test_a_bound_is_a_number_and_nothing_that_is_empty(field, value):
+    table = _released("k3")
+    table["text_config"][field] = value
+    with pytest.raises(CheckpointError, match="cap"):
+        model_config_from(table)
+    table["text_config"][field] = 0
+    config = model_config_from(table).activation
+    assert (config.gate_cap if field == "activation_situ_beta" else config.up_cap) == 1.0
+
+
+def test_without_kda_the_lists_of_layers_are_there_for_readers_that_look_for_them():
+    config = ModelConfig(
+        vocab_size=300, hidden_size=16, dense_width=8, num_layers=2, dense_layers=2,
+        mla_layers=(1, 2), mla=PRESETS["nano"].mla,
+    )  # fmt: skip
+    table = config_json_of(config)
+    assert table["text_config"]["linear_attn_config"] == {"full_attn_layers": [1, 2], "kda_layers": []}
+    assert model_config_from(table) == config
+    table["text_config"]["linear_attn_config"] = None
+    assert model_config_from(table) == config

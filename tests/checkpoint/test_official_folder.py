@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -371,3 +372,118 @@ def test_loading_and_converting_hold_less_than_a_layer_beside_the_model(tmp_path
     assert sum(layers) > 4 * (max(layers) + slack)
     assert loading < max(layers) + slack
     assert converting < max(layers) + slack
+
+
+def _as_float16(folder):
+    """`folder` as a tool would write it that keeps weights in F16."""
+    for shard in shards(folder):
+        save_file({n: t if t.dtype == torch.uint8 else t.half() for n, t in load_file(shard).items()}, shard)
+    table = json.loads((folder / "config.json").read_text())
+    table["dtype"] = table["text_config"]["dtype"] = "float16"
+    (folder / "config.json").write_text(json.dumps(table))
+    (folder / "checksums.json").unlink()
+    index = json.loads((folder / INDEX).read_text())
+    del index["metadata"]
+    (folder / INDEX).write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("experts", ["bf16", "mxfp4"])
+def test_f16_weights_are_read_exactly_and_converted_to_f32(tmp_path, experts):
+    folder = _as_float16(saved(tmp_path / "a", experts=experts))
+    stored = {n: t for shard in shards(folder) for n, t in load_file(shard).items()}
+    model = load_official(folder)
+    assert torch.equal(model.lm_head.weight, stored["language_model.lm_head.weight"].float())
+    with OfficialFolder.open(folder) as opened:
+        convert_official(opened, tmp_path / "b", experts="bf16")
+        save_official(model, tmp_path / "c", dtype="float32", like=opened)
+    for path in (tmp_path / "b", tmp_path / "c"):
+        again = load_official(path).state_dict()
+        assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["text_config"]["dtype"] == "float32"
+
+
+def test_vision_tensors_pass_into_a_checkpoint_of_another_type(tmp_path):
+    folder = _with_vision(tmp_path)
+    with OfficialFolder.open(folder) as like:
+        save_official(load_official(folder), tmp_path / "wide", dtype="float32", like=like)
+        with OfficialFolder.open(tmp_path / "wide") as wide:
+            name = "mm_projector.post_norm.weight"
+            assert torch.equal(wide.read(name), like.read(name).float())
+
+
+def test_checksums_of_other_shards_are_said_to_be_stale(tmp_path):
+    folder = saved(tmp_path / "a")
+    tensors = load_file(shards(folder)[0])
+    save_file(tensors, shards(folder)[0])  # another header
+    with pytest.raises(CheckpointError, match=r"remove it, and nothing is compared"):
+        OfficialFolder.open(folder)
+    (folder / "checksums.json").unlink()
+    load_official(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "checksums.json", INDEX, "model-00001-of-000004.safetensors"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "broken link"])
+def test_what_is_no_file_is_named_and_nothing_waits_for_it(tmp_path, name, kind):
+    folder = saved(tmp_path / "a")
+    place = folder / name
+    place.unlink()
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to("nowhere")
+    problems = survey(folder).problems
+    assert problems
+    assert any(name in problem for problem in problems)
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_missing(tmp_path):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        OfficialFolder.open(tmp_path / "none")
+
+
+def test_numbers_that_ask_for_millions_of_tensors_are_refused_without_making_their_list(tmp_path):
+    folder = saved(tmp_path / "a")
+    table = json.loads((folder / "config.json").read_text())
+    table["text_config"]["num_experts"] = 2**20
+    (folder / "config.json").write_text(json.dumps(table))
+    (problem,) = survey(folder).problems
+    assert "config.json wants more than 2,097,155 tensors" in problem
+
+
+def test_a_name_of_any_length_makes_no_line_of_any_length(tmp_path):
+    folder = saved(tmp_path / "a")
+    (folder / "checksums.json").unlink()
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["n" * 100_000] = shards(folder)[0].name
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="nnn") as error:
+        OfficialFolder.open(folder)
+    assert len(str(error.value)) < 1000
+
+
+def test_a_conversion_that_is_killed_leaves_nothing_under_its_name(tmp_path):
+    saved(tmp_path / "a")
+    code = (
+        "import os, sys\n"
+        "from openk3.checkpoint.official.convert import convert_official\n"
+        "from openk3.checkpoint.official.folder import OfficialFolder\n"
+        "written = []\n"
+        "def progress(size):\n"
+        "    written.append(size)\n"
+        "    if len(written) == 60: os.kill(os.getpid(), 9)\n"
+        "with OfficialFolder.open(sys.argv[1]) as folder:\n"
+        "    convert_official(folder, sys.argv[2], experts='mxfp4', progress=progress)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a"), str(tmp_path / "b")], timeout=300)
+    assert done.returncode == -9
+    (left,) = (path for path in tmp_path.iterdir() if path.name != "a")
+    assert left.name.startswith("b.partial-")
+    assert survey(left).problems  # not even under its own name
+    with OfficialFolder.open(tmp_path / "a") as folder:
+        convert_official(folder, tmp_path / "b", experts="mxfp4")
+    load_official(tmp_path / "b")

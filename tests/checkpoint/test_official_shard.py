@@ -102,6 +102,7 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": {**GOOD, "shape": [True, 2]}}, "count"),
         ({"a": {**GOOD, "shape": [2.0]}}, "count"),
         ({"a": {**GOOD, "shape": [2**40, 2**40]}}, "cannot"),
+        ({"a": {**GOOD, "shape": [2] + [1] * 40}}, "axes"),
         ({"a": {**GOOD, "data_offsets": [8, 0]}}, "cannot"),
         ({"a": GOOD, "b": GOOD}, "starts at"),
         ({"a": {**GOOD, "data_offsets": [4, 12]}}, "starts at"),

@@ -124,3 +124,41 @@ def test_inspect_of_a_run_counts_it(capsys, ours):
     code, out, _ = run(capsys, "inspect", str(ours))
     assert code == 0
     assert "will load  yes, step 0" in out
+
+
+def test_a_path_may_hold_what_a_terminal_library_takes_for_markup(capsys, ours, tmp_path):
+    odd = tmp_path / "a[b][" / "c]"
+    assert run(capsys, "convert", str(ours), str(odd))[0] == 0
+    code, out, _ = run(capsys, "inspect", str(odd), "--verify")
+    assert code == 0
+    assert "a[b][" in "".join(out.split())
+    assert run(capsys, "convert", str(odd), str(odd.parent / "d]"), "--to", "mxfp4")[0] == 0
+
+
+def test_weights_of_ours_appear_with_their_tokenizer_or_not_at_all(capsys, ours, tmp_path, monkeypatch):
+    run(capsys, "convert", str(ours), str(tmp_path / "out"))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    line = failure(capsys, "convert", str(tmp_path / "out"), str(tmp_path / "back"), "--to", "ours")
+    assert "No space left" in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_a_folder_in_the_released_layout_is_known_by_any_of_its_files(capsys, ours, tmp_path):
+    run(capsys, "convert", str(ours), str(tmp_path / "out"))
+    (tmp_path / "out" / "config.json").unlink()
+    for words in (
+        ["inspect", "{out}"],
+        ["convert", "{out}", "{x}"],
+        ["convert", "{out}", "{x}", "--to", "ours"],
+    ):
+        filled = [word.format(out=tmp_path / "out", x=tmp_path / "x") for word in words]
+        assert "config.json: cannot read" in failure(capsys, *filled)
+
+
+def test_a_source_that_is_not_there_is_no_run_that_is_ours_already(capsys, tmp_path):
+    line = failure(capsys, "convert", str(tmp_path / "none"), str(tmp_path / "x"), "--to", "ours")
+    assert "no such folder" in line

@@ -45,7 +45,7 @@ def test_without_a_budget_half_of_the_free_memory_is_used(capsys, folder):
 def test_a_budget_that_cannot_do_says_what_would(capsys, folder):
     line = failure(capsys, "generate", "--stream-weights", folder, "--budget-gb", "0.00001", *GREEDY)
     assert re.search(r"10,000 bytes are too few; this checkpoint needs at least [\d,]+:", line)
-    for wrong in ("0", "-1", "nan", "inf"):
+    for wrong in ("0", "-1", "nan", "inf", "1e308"):
         line = failure(capsys, "generate", "--stream-weights", folder, "--budget-gb", wrong, *GREEDY)
         assert "--budget-gb must be a positive number" in line
 

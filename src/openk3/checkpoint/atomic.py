@@ -82,7 +82,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     partial = _beside(path)
     with storage_errors(path):
-        if path.exists():
+        if os.path.lexists(path):
             raise StorageError(f"{path}: exists already; a folder is only built under a free name")
         try:
             partial.mkdir()
@@ -125,8 +125,9 @@ def make_folder(path: str | Path) -> Path:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
-            file = next(p for p in (path, *path.parents) if p.exists() and not p.is_dir())
-            raise StorageError(f"{file}: is a file where a folder is needed") from error
+            file = next(p for p in (path, *path.parents) if os.path.lexists(p) and not p.is_dir())
+            what = "a file" if file.exists() else "a link that leads nowhere"
+            raise StorageError(f"{file}: is {what} where a folder is needed") from error
         for created in reversed(missing):
             sync_folder(created.parent)
     return path

@@ -14,6 +14,7 @@ from typing import Annotated, Self
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -76,7 +77,9 @@ def ablate(
             announce=console.print,
         )
     _print_lines(ablation, done.lines, console)
-    console.print(f"everything is in {done.folder}: table.md, results.csv, results.json, pictures, runs/")
+    console.print(
+        Text(f"everything is in {done.folder}: table.md, results.csv, results.json, pictures, runs/")
+    )
     if done.failures:
         label, reason = next(iter(done.failures.items()))
         raise OpenK3Error(
@@ -117,7 +120,7 @@ class Display:
 
     def preparing(self, stage: str, done: int, total: int) -> None:
         if stage != self._stage:
-            self._console.print(stage)
+            self._console.print(Text(stage))
         self._stage = stage
 
     def begins(self, runs: Sequence[Run], finished: Sequence[Run]) -> None:
@@ -141,7 +144,7 @@ class Display:
         self._ended(run, "finished")
 
     def failed(self, run: Run, reason: str) -> None:
-        self._ended(run, f"[red]failed[/]: {reason}")
+        self._ended(run, f"[red]failed[/]: {escape(reason)}")
 
     def _ended(self, run: Run, how: str) -> None:
         self._done += 1

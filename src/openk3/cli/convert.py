@@ -46,10 +46,12 @@ def convert(
 
     openk3 convert exported unpacked --to ours
     """
+    import os
+
     from openk3.checkpoint.official.folder import is_official_folder
     from openk3.errors import InvalidInput
 
-    if target.exists():
+    if os.path.lexists(target):
         raise InvalidInput(f"{target}: exists already; give the name of a new folder")
     official = is_official_folder(source)
     if fp32 and (official or to is Form.OURS):
@@ -64,18 +66,22 @@ def convert(
 
 
 def _rewrite(source: Path, target: Path, to: Form) -> None:
+    from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from openk3.checkpoint.official.convert import convert_official
-    from openk3.checkpoint.official.folder import OfficialFolder
+    from openk3.checkpoint.official.convert import convert_official, converted_dtype
+    from openk3.checkpoint.official.folder import WEIGHTS, OfficialFolder
     from openk3.checkpoint.official.layout import official_tensors
     from openk3.checkpoint.official.save import with_experts
 
     with OfficialFolder.open(source) as folder:
-        total = sum(spec.bytes for spec in official_tensors(with_experts(folder.config, to.value)))
+        config, weights = with_experts(folder.config, to.value), WEIGHTS[converted_dtype(folder)]
+        total = sum(spec.bytes for spec in official_tensors(config, weights=weights))
         columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-        with Progress(*columns, transient=True) as progress:
-            task = progress.add_task(f"writing {target}", total=total)
+        console = Console(stderr=True)
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task(escape(f"writing {target}"), total=total)
             convert_official(
                 folder, target, experts=to.value, progress=lambda done: progress.advance(task, done)
             )
@@ -101,17 +107,21 @@ def _to_ours(source: Path, target: Path, official: bool) -> None:
     import torch
 
     from openk3.chat.tokenizer import FILE_NAME
+    from openk3.checkpoint.atomic import atomic_folder, make_folder
     from openk3.checkpoint.official.config_reading import weights_dtype
     from openk3.checkpoint.official.folder import OfficialFolder
     from openk3.checkpoint.official.load import load_official
     from openk3.errors import InvalidInput
-    from openk3.train.weights import save_weights
+    from openk3.train.weights import describe_run, save_weights
 
     if not official:
+        describe_run(source)
         raise InvalidInput(f"{source}: is no folder in the released layout; what train wrote is ours already")
     with OfficialFolder.open(source) as folder:
-        wide = weights_dtype(folder.table) == "float32"
+        wide = weights_dtype(folder.table) != "bfloat16"
     model = load_official(source, dtype=torch.float32 if wide else torch.bfloat16)
-    save_weights(model, target)
-    if (source / FILE_NAME).is_file():
-        shutil.copyfile(source / FILE_NAME, target / FILE_NAME)
+    make_folder(target.parent)
+    with atomic_folder(target) as partial:
+        save_weights(model, partial)
+        if (source / FILE_NAME).is_file():
+            shutil.copyfile(source / FILE_NAME, partial / FILE_NAME)

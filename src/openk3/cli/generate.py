@@ -74,7 +74,7 @@ def _speaker(run: Path | None, streamed: Path | None, budget_gb: float | None) -
         raise InvalidInput(
             "generate: give either a run folder or --stream-weights DIR; --budget-gb is for that"
         )
-    if budget_gb is not None and not 0 < budget_gb < math.inf:
+    if budget_gb is not None and not 0 < budget_gb * GB < math.inf:
         raise InvalidInput(f"generate: --budget-gb must be a positive number, got {budget_gb}")
     budget = half_of_free_memory() if budget_gb is None else int(budget_gb * GB)
     with OfficialFolder.open(streamed) as folder, StreamedK3(folder, budget) as model:

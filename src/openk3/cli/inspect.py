@@ -33,10 +33,10 @@ def inspect(
 
     Examples: openk3 inspect exported; openk3 inspect Kimi-K3 --json; openk3 inspect exported --verify
     """
-    from openk3.checkpoint.official.folder import OfficialFolder, survey
+    from openk3.checkpoint.official.folder import OfficialFolder, is_official_folder, survey
     from openk3.checkpoint.official.summary import summarise
 
-    if not (path / "config.json").is_file():
+    if not is_official_folder(path):
         _inspect_run(path, as_json)
         return
 
@@ -56,9 +56,10 @@ def inspect(
 def _print(path: Path, found: Findings, summary: Summary) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console(highlight=False)
-    table = Table(title=f"{path}: {summary.form or 'unknown form'}", title_justify="left")
+    console = Console(highlight=False, markup=False)
+    table = Table(title=Text(f"{path}: {summary.form or 'unknown form'}"), title_justify="left")
     table.add_column("part")
     for column in ("tensors", "parameters", "bytes"):
         table.add_column(column, justify="right")
@@ -85,13 +86,16 @@ def _print(path: Path, found: Findings, summary: Summary) -> None:
 
 
 def _verify(folder: OfficialFolder) -> None:
+    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from openk3.checkpoint.official.summary import verify
 
     total = sum(stored.bytes for stored in folder.tensors.values())
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with folder, Progress(*columns, transient=True) as progress:
+    console = Console(stderr=True)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with folder, bar as progress:
         task = progress.add_task("reading", total=total)
         verify(folder, lambda done: progress.advance(task, done))
 

@@ -45,7 +45,7 @@ class TerminalProgress:
             count = f" {done:,} of {total:,}" if total else f" {done:,}" if done else ""
             self._live.update(Text(f"{stage}{count}", style="dim"), refresh=True)
         elif stage != self._stage:
-            self._console.print(stage)
+            self._console.print(Text(stage))
         self._stage = stage
 
     def begins(self, step: int, total_steps: int) -> None:

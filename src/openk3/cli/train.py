@@ -63,7 +63,7 @@ def _print_answers(result: ProbeResult) -> None:
 
 
 def _print_summary(result: RunResult) -> None:
-    console, last = Console(highlight=False), result.last
+    console, last = Console(highlight=False, markup=False), result.last
     measured = f"loss {last['loss']:.3f}"
     if "bits_per_byte" in last:
         measured += (

@@ -120,6 +120,8 @@ def _config(store: CheckpointStore, step: int) -> dict[str, Any]:
 
 def _find(path: Path) -> tuple[CheckpointStore, int]:
     """The store and step that `path` means."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no checkpoint there: no such folder")
     store = CheckpointStore(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
     if (latest := store.latest()) is not None:
         return store, latest
@@ -127,4 +129,7 @@ def _find(path: Path) -> tuple[CheckpointStore, int]:
     for step in beside.steps():
         if beside.path(step).name == path.name:
             return beside, step
-    raise CheckpointError(f"{path}: holds no checkpoint; give a run folder, or a step-* folder of one")
+    raise CheckpointError(
+        f"{path}: holds no checkpoint; give a run folder, a step-* folder of one, or a folder in the "
+        "released layout (with a config.json)"
+    )

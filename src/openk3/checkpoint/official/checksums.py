@@ -8,6 +8,7 @@ against accidents, not against people.
 
 from __future__ import annotations
 
+import os
 import string
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from openk3.errors import CheckpointError
 
 FILE_NAME = "checksums.json"
 FORMAT = 1
+STALE = f"if another tool wrote it, {FILE_NAME} belongs to other shards: remove it, and nothing is compared"
+"""What may be the matter when nothing is damaged: tools copy the file beside shards that they changed."""
 _DIGITS = 8
 
 
@@ -59,7 +62,7 @@ def read(folder: Path) -> Checksums | None:
         CheckpointError: the file is damaged or of a newer format.
     """
     path = folder / FILE_NAME
-    if not path.exists():
+    if not os.path.lexists(path):  # a link that leads nowhere is a damaged one
         return None
     table = read_json(path)
     try:

@@ -9,6 +9,7 @@ stands in a table `openk3`, which other readers ignore.
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,14 @@ def read_json(path: Path) -> Any:
     """A JSON file of bounded size.
 
     Raises:
-        CheckpointError: it is absent, too large or no JSON; names it.
+        CheckpointError: it is absent, no file, too large or no JSON; names it.
     """
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for such a file")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for its writer
+            raise CheckpointError(f"{path}: cannot read: is no file")
+        if found.st_size > MOST_BYTES:
+            raise CheckpointError(f"{path}: {found.st_size} bytes are too many for such a file")
         return json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot read: {error.strerror or error}") from None
@@ -97,7 +101,8 @@ def model_config_from(table: Mapping[str, Any], source: str = FILE_NAME) -> Mode
         values = _values(text, kind)
         if (vision := outer.get("vision_config")) is not None:
             values["vision"] = _vision_values(_table(vision, "vision_config"))
-        _add_ours(values, text.get(OURS) or {})
+        if (ours := text.get(OURS)) is not None:
+            _add_ours(values, ours)
         return canonical(parse(ModelConfig, values, source))
     except InvalidInput as error:
         raise CheckpointError(str(error)) from None
@@ -168,7 +173,8 @@ def _values(text: Mapping[str, Any], kind: str) -> dict[str, Any]:
     else:
         linear = _table(linear, "linear_attn_config")
         values["mla_layers"] = _mla_layers(linear, layers)
-        values["kda"] = _kda(_Needed(linear, "linear_attn_config."))
+        # Without a KDA layer its sizes may be missing.
+        values["kda"] = _kda(linear) if linear["kda_layers"] or "num_heads" in linear else None
     return values
 
 
@@ -182,9 +188,6 @@ class _Needed:
     def __call__(self, field: str) -> Any:
         if field not in self._table:
             self._missing.append(self._prefix + field)
-        return self._table.get(field)
-
-    def get(self, field: str) -> Any:
         return self._table.get(field)
 
     def check(self) -> None:
@@ -204,11 +207,24 @@ def _activation(text: Mapping[str, Any], need: _Needed) -> dict[str, Any]:
         case "situ":
             if (up := need("activation_situ_linear_beta")) is None:
                 raise _ConfigError("activation_situ_linear_beta is null: the unbounded form is not supported")
-            return {"kind": "situ", "gate_cap": need("activation_situ_beta") or 1.0, "up_cap": up or 1.0}
+            return {"kind": "situ", "gate_cap": _cap(need("activation_situ_beta")), "up_cap": _cap(up)}
         case "silu":
             return {"kind": "swiglu"}
         case other:
             raise _ConfigError(f"hidden_act is {other!r}; this model has 'situ' and 'silu'")
+
+
+def _cap(value: Any) -> Any:
+    """The release takes no bound, or 0, as 1."""
+    return 1.0 if value is None or (type(value) in (int, float) and value == 0) else value
+
+
+def _flag(table: Mapping[str, Any], field: str) -> bool:
+    """A switch that is off where it is absent or null."""
+    value = table.get(field)
+    if value is not None and not isinstance(value, bool):
+        raise _ConfigError(f"{field} is {value!r}, want true or false")
+    return bool(value)
 
 
 def _expert_format(text: Mapping[str, Any]) -> str:
@@ -232,7 +248,7 @@ def _moe(text: Mapping[str, Any], need: _Needed, kind: str) -> dict[str, Any] | 
         "num_shared_experts": need("num_shared_experts") or 0,
         "expert_width": need("moe_intermediate_size"),
         "latent_width": text.get("routed_expert_hidden_size"),
-        "latent_norm": bool(text.get("latent_moe_use_norm")),
+        "latent_norm": _flag(text, "latent_moe_use_norm"),
         "renormalize": need("moe_renormalize"),
         "routed_scaling": need("routed_scaling_factor"),
         # How the bias moved in training; no field says it.
@@ -251,13 +267,14 @@ def _mla_layers(linear: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     return tuple(sorted(full))
 
 
-def _kda(need: _Needed) -> dict[str, Any]:
-    bound = need.get("gate_lower_bound")
+def _kda(linear: Mapping[str, Any]) -> dict[str, Any]:
+    need = _Needed(linear, "linear_attn_config.")
+    bound = linear.get("gate_lower_bound")
     values = {
         "num_heads": need("num_heads"),
         "head_dim": need("head_dim"),
         "conv_width": need("short_conv_kernel_size"),
-        "output_gate": "full" if need.get("use_full_rank_gate") else "low_rank",
+        "output_gate": "full" if _flag(linear, "use_full_rank_gate") else "low_rank",
         "gate": "softplus" if bound is None else "bounded",
     }
     need.check()
@@ -275,7 +292,7 @@ def _mla(text: Mapping[str, Any], need: _Needed) -> dict[str, Any]:
         "qk_nope_head_dim": need("qk_nope_head_dim"),
         "qk_rope_head_dim": need("qk_rope_head_dim"),
         "v_head_dim": need("v_head_dim"),
-        "gated": bool(text.get("mla_use_output_gate")),
+        "gated": _flag(text, "mla_use_output_gate"),
     }
 
 

@@ -201,11 +201,11 @@ def _text_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def _linear_fields(config: ModelConfig) -> dict[str, Any] | None:
-    kda = config.kda
+def _linear_fields(config: ModelConfig) -> dict[str, Any]:
+    """Which layer is of which kind, and the sizes of KDA; readers look for the lists without KDA, too."""
+    kda, full = config.kda, list(config.mla_layer_numbers)
     if kda is None:
-        return None
-    full = list(config.mla_layer_numbers)
+        return {"full_attn_layers": full, "kda_layers": []}
     fields: dict[str, Any] = {
         "full_attn_layers": full,
         "head_dim": kda.head_dim,

@@ -44,11 +44,17 @@ def convert_official(
         path,
         config,
         _Rewritten(folder),
-        dtype=weights_dtype(folder.table),
+        dtype=converted_dtype(folder),
         base=folder.table,
         companions=companions_of(folder),
         progress=progress,
     )
+
+
+def converted_dtype(folder: OfficialFolder) -> str:
+    """The type to write plain weights in: their own, but float32 for float16, which no release has."""
+    dtype = weights_dtype(folder.table)
+    return "float32" if dtype == "float16" else dtype
 
 
 class _Rewritten:

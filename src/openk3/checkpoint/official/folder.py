@@ -9,6 +9,7 @@ modules is incomplete.
 from __future__ import annotations
 
 import itertools
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,10 +30,14 @@ from openk3.errors import CheckpointError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PACKED, SCALE = ".weight_packed", ".weight_scale"
-WEIGHTS = {"bfloat16": "BF16", "float32": "F32"}
+WEIGHTS = {"bfloat16": "BF16", "float32": "F32", "float16": "F16"}
 """The stored type of weights, by the name that `config.json` gives it."""
 MOST_PROBLEMS = 12
 """How many of a folder's problems an error spells out."""
+SPARE = 10_000
+"""Tensors that may be missing beyond twice those that are there, for all of them to be listed."""
+MOST_CHARACTERS = 400
+"""Of one problem in such an error: names in a file may be of any length."""
 
 Tensor = torch.Tensor
 
@@ -115,12 +120,15 @@ class OfficialFolder:
 
 def is_official_folder(path: Path) -> bool:
     """Whether `path` looks like a checkpoint in the released layout, whole or not."""
-    return (path / "config.json").is_file() and ((path / INDEX).is_file() or (path / SINGLE).is_file())
+    return any(os.path.lexists(path / name) for name in ("config.json", INDEX, SINGLE))
 
 
 def survey(path: Path) -> Findings:
     """Everything that can be said of a folder without reading its data. Problems are collected."""
     found = Findings(path)
+    if not path.is_dir():
+        found.problems.append("no such folder")
+        return found
     try:
         found.table = read_config(path)
         found.config = model_config_from(found.table, str(path / "config.json"))
@@ -164,13 +172,15 @@ def _read_index(found: Findings) -> dict[str, str]:
             )
     written = found.sums.index if found.sums is not None else None
     if written is not None and zlib.crc32(index.read_bytes()) != written:
-        raise CheckpointError(f"{index}: damaged: is not what was written (its checksum differs)")
+        raise CheckpointError(
+            f"{index}: damaged: is not what was written (its checksum differs; {checksums.STALE})"
+        )
     return files
 
 
 def _read_shard(found: Findings, name: str) -> None:
     path = found.path / name
-    if not path.is_file():
+    if not os.path.isfile(path):
         found.problems.append(f"{name} is missing")
         return
     try:
@@ -181,14 +191,16 @@ def _read_shard(found: Findings, name: str) -> None:
     if found.sums is not None:
         sums = found.sums.shards.get(name)
         if sums is None:
-            found.problems.append(f"{name} is not in {checksums.FILE_NAME}")
+            found.problems.append(f"{name} is not in {checksums.FILE_NAME} ({checksums.STALE})")
         elif sums.bytes != header.file_bytes or sums.header != header.crc32:
             found.problems.append(
-                f"{name}: damaged header: it is not what was written (its checksum differs)"
+                f"{name}: damaged header: it is not what was written "
+                f"(its checksum differs; {checksums.STALE})"
             )
         elif len(sums.tensors) != len(header.tensors):
             found.problems.append(
-                f"{name} has {len(header.tensors)} tensors, {checksums.FILE_NAME} other ones"
+                f"{name} has {len(header.tensors)} tensors, {checksums.FILE_NAME} other ones "
+                f"({checksums.STALE})"
             )
     found.headers[name] = header
     for tensor, stored in header.tensors.items():
@@ -218,6 +230,12 @@ def _compare_index(found: Findings, files: Mapping[str, str]) -> None:
 def _compare_config(found: Findings, config: ModelConfig) -> None:
     packed = any(name.endswith(PACKED) for name in found.tensors)
     found.config = config = config.model_copy(update={"expert_format": "mxfp4" if packed else "bf16"})
+    least = _least_tensors(config)
+    if least > 2 * len(found.tensors) + SPARE:  # such a list would be as long as the numbers are absurd
+        found.problems.append(
+            f"config.json wants more than {least:,} tensors, the shards hold {len(found.tensors):,}"
+        )
+        return
     weights = WEIGHTS[weights_dtype(found.table)]
     found.specs = {spec.name: spec for spec in official_tensors(config, weights=weights)}
     for name, spec in found.specs.items():
@@ -229,8 +247,18 @@ def _compare_config(found: Findings, config: ModelConfig) -> None:
                 f"{name} is {list(stored.shape)}, the configuration says {list(spec.shape)}"
             )
         elif stored.dtype not in _accepted(spec, weights):
-            found.problems.append(f"{name} is {stored.dtype}, the layout says {spec.dtype}")
+            found.problems.append(
+                f"{name} is {stored.dtype}, the layout says {spec.dtype} "
+                f"(config.json: dtype {weights_dtype(found.table)})"
+            )
     found.problems += [f"{name} is unexpected" for name in found.tensors if name not in found.specs]
+
+
+def _least_tensors(config: ModelConfig) -> int:
+    """Fewer than the configuration's checkpoint holds, without deriving their names."""
+    experts = config.moe.num_experts if config.moe else 0
+    vision = config.vision.num_layers if config.vision else 0
+    return config.num_layers + vision + max(0, config.num_layers - config.dense_layers) * experts
 
 
 def _accepted(spec: TensorSpec, weights: str) -> set[str]:
@@ -249,6 +277,9 @@ def _within(path: Path, error: CheckpointError) -> str:
 
 
 def _shortened(problems: list[str]) -> str:
-    shown = list(itertools.islice(problems, MOST_PROBLEMS))
+    shown = [
+        text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
+        for text in itertools.islice(problems, MOST_PROBLEMS)
+    ]
     more = len(problems) - len(shown)
     return "; ".join([*shown, f"and {more} more"] if more else shown)

@@ -26,7 +26,8 @@ def load_official(
     """The text model of the checkpoint at `path`, ready to run (`eval`).
 
     Args:
-        dtype: of weights and activations; float32 and bfloat16 hold every BF16 and MXFP4 value exactly.
+        dtype: of weights and activations. float32 and bfloat16 hold every BF16 and MXFP4 value exactly, and
+            float32 every F16 value.
 
     Raises:
         CheckpointError: the folder cannot be loaded or its data is damaged; says where.

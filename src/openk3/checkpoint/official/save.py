@@ -31,6 +31,9 @@ from openk3.ops.mx import decode_mxfp4, encode_mxfp4
 Tensor = torch.Tensor
 Values = Callable[[TensorSpec], Tensor]
 """The stored form of a tensor, by its spec."""
+WRITTEN = ("bfloat16", "float32")
+"""What weights can be written in; float16 is only read."""
+_TYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 GENERATION = "generation_config.json"
 
 
@@ -107,8 +110,8 @@ def write_folder(
         companions: files to copy into the folder.
         progress: called with the bytes of each tensor that was written.
     """
-    if dtype not in WEIGHTS:
-        raise InvalidInput(f"dtype {dtype!r}: want {' or '.join(WEIGHTS)}")
+    if dtype not in WRITTEN:
+        raise InvalidInput(f"dtype {dtype!r}: want {' or '.join(WRITTEN)}")
     table = config_json_of(config, base, dtype=dtype)
     shards = _shards(official_tensors(config, weights=WEIGHTS[dtype]))
     path = Path(path)
@@ -178,7 +181,7 @@ class _StoredForm:
     def __call__(self, spec: TensorSpec) -> Tensor:
         if spec.ours is None:
             assert self._like is not None
-            return self._like.read(spec.name)
+            return self._like.read(spec.name).to(_TYPES[spec.dtype])
         value = self._places[spec.ours].detach()
         if spec.expert is not None:
             value = value[spec.expert]
@@ -190,7 +193,7 @@ class _StoredForm:
         if spec.name.endswith(SCALE):
             assert self._scale is not None  # the packed half comes just before
             return self._scale
-        dtype = torch.float32 if spec.dtype == "F32" else torch.bfloat16
+        dtype = _TYPES[spec.dtype]
         if not bool(value.isfinite().all()):
             raise InvalidInput(f"{spec.ours} holds values that are not finite; such a model is not saved")
         if spec.ours.endswith(".A_log"):

@@ -27,6 +27,9 @@ Tensor = torch.Tensor
 MOST_HEADER_BYTES = 100_000_000
 """Longest header that the format allows."""
 
+MOST_AXES = 32
+"""Of a tensor: torch has 64, and the product of a million numbers takes hours."""
+
 DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -141,6 +144,8 @@ def _entries(path: Path, table: Mapping[str, Any], start: int) -> Iterator[tuple
                 raise ValueError(f"{name!r} has not just dtype, shape and data_offsets")
         if not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end)):
             raise ValueError(f"{name!r} has a shape or an offset that is no count")
+        if len(shape) > MOST_AXES:
+            raise ValueError(f"{name!r} has {len(shape)} axes, {MOST_AXES} are the most")
         if dtype not in DTYPES:
             raise ValueError(f"{name!r} has the unknown dtype {dtype!r}")
         if bytes_of(dtype, shape) != end - begin:
@@ -196,7 +201,8 @@ class TensorReader:
         self._fill(name, stored, stored.offset, out)
         if name in self._checksums and zlib.crc32(out.numpy().data) != self._checksums[name]:
             raise CheckpointError(
-                f"{stored.file}: damaged: {name} is not what was written (its checksum differs)"
+                f"{stored.file}: damaged: {name} is not what was written (its checksum differs; "
+                "if another tool changed the shard since, its checksum is stale and can be removed)"
             )
 
     def read_rows_into(self, name: str, first: int, out: Tensor) -> None:
