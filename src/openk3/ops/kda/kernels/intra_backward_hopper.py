@@ -1,0 +1,391 @@
+"""`intra_backward` for Hopper at K = V = 128, in explicit layouts (Gluon). The same function as its twin, on
+tiles of 32 rows instead of blocks of 16.
+
+Eight warps a chunk. With Gc the log2 decays summed from the chunk's start and M the integer in the middle of
+its range over a tile, by channel, rows keep
+
+    up = 2^(Gc - M)      left = read up      right = w / up                   exponents within +-116
+
+Pairs of one tile multiply these as they are. For those between the tiles, whose operands are the same, the
+factor 2^(M_1 - M_0) belongs to the channel and not to the rows, so that it is taken out of the product. Being
+powers of two, the factors leave each pair's share in the gate's gradient the same number at its reader and at
+its writer: the reverse sum over rows cancels pairs that do not span a row to fp32 rounding.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon  # type: ignore[import-untyped]
+from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
+from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[import-untyped]
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from openk3.ops.kda.kernels.intra_backward import InputGradients
+from openk3.ops.kda.kernels.plan import ChunkPlan
+from openk3.ops.kda.kernels.prepare import L2_EPS
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+CHUNK = gl.constexpr(64)
+GROUP = gl.constexpr(16)  # rows of a channel that one thread holds: half a tile
+K = gl.constexpr(128)
+
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+ROWS = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 2], [1, 0]))  # [64, 128]
+GROUPS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 2], [2, 1, 0]))  # the same, [4, 16, 128]
+TOTALS = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 2], [1, 0]))  # [4, 128], one a group
+ROW = gl.constexpr(gl.SliceLayout(1, ROWS))
+WIDE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 64, 16]))
+SQUARE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16]))
+
+
+@gluon.jit
+def _add(x, y):
+    return x + y
+
+
+@gluon.jit
+def _exp2(x):
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _reciprocal(x):
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _groups(x):
+    return gl.convert_layout(gl.reshape(x, [4, GROUP, K]), GROUPS)
+
+
+@gluon.jit
+def _rows(x):
+    return gl.convert_layout(gl.reshape(x, [CHUNK, K]), ROWS)
+
+
+@gluon.jit
+def _copy(buffer, x, rows, stride, ROWS_OF: gl.constexpr):
+    """Starts the copy of `[ROWS_OF, 128]` rows, zeros from row `rows` on."""
+    i = gl.arange(0, ROWS_OF, layout=gl.SliceLayout(1, COPY))
+    d = gl.arange(0, K, layout=gl.SliceLayout(0, COPY))
+    async_copy.async_copy_global_to_shared(
+        buffer, x + i[:, None] * stride + d[None, :], mask=(i < rows)[:, None]
+    )
+
+
+@gluon.jit
+def _row_dots(x, buffer, rows, stride):
+    """`[64]`: products of rows in memory and in shared memory, summed."""
+    i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, COPY))
+    d = gl.arange(0, K, layout=gl.SliceLayout(0, COPY))
+    other = gl.load(x + i[:, None] * stride + d[None, :], mask=(i < rows)[:, None], other=0.0)
+    return gl.sum(other.to(gl.float32) * buffer.load(COPY).to(gl.float32), 1)
+
+
+@gluon.jit
+def _inverse_norms(buffer, EPS: gl.constexpr):
+    x = buffer.load(COPY).to(gl.float32)
+    return gl.rsqrt(gl.sum(x * x, 1) + EPS)
+
+
+@gluon.jit
+def _product(left, right, acc):
+    return warpgroup_mma(left, right, acc, is_async=True)
+
+
+@gluon.jit
+def _first_product(left, right, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr):
+    zero = gl.zeros([CHUNK, COLUMNS], gl.float32, layout=LAYOUT)
+    return warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _per_row(buffer):
+    """`[64]` in shared memory beside every channel of its row."""
+    values = gl.expand_dims(buffer.load(ROW), 1)
+    return gl.convert_layout(gl.reshape(values, [4, GROUP, 1]), GROUPS)
+
+
+@gluon.jit
+def _per_channel(buffer):
+    """`[128]` in shared memory beside every row of its channel."""
+    values = buffer.load(gl.SliceLayout(0, gl.SliceLayout(0, GROUPS)))
+    return gl.expand_dims(gl.expand_dims(values, 0), 0)
+
+
+@gluon.jit
+def _beside(buffer):
+    """`[128]` in shared memory as a row of products."""
+    return buffer.load(gl.SliceLayout(0, WIDE))[None, :]
+
+
+@gluon.jit
+def _anchor(anchor_0, anchor_1):
+    """M of each row's tile."""
+    r = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))[:, None]
+    return gl.where(r < 32, _beside(anchor_0), _beside(anchor_1))
+
+
+@gluon.jit
+def _between(anchor_0, anchor_1):
+    return _exp2(_beside(anchor_1) - _beside(anchor_0))
+
+
+@gluon.jit
+def _from_start(anchor_0, anchor_1):
+    return _exp2(_anchor(anchor_0, anchor_1))
+
+
+@gluon.jit
+def _to_end(anchor_0, anchor_1, total):
+    return _exp2(_beside(total) - _anchor(anchor_0, anchor_1))
+
+
+@gluon.jit
+def _unit(x, offset, inside, norms):
+    """Normalised rows, from memory again: their tile has become an operand."""
+    return gl.load(x + offset, mask=inside, other=0.0).to(gl.float32) * _per_row(norms)
+
+
+@gluon.jit
+def _flat(x):
+    """`[1, 1, 128]` as `[128]`."""
+    return gl.reshape(x, [K])
+
+
+@gluon.jit
+def _intra_backward_hopper(
+    q, k, v, z, b, o, d_o, d_v, states, d_states, errors, A_log, dt_bias,
+    d_q, d_k, d_z, d_b, d_A_log, d_bias, cu_seqlens, first_chunk, chunk_sequence, scale,
+    stride_qt: gl.constexpr, stride_qh: gl.constexpr, stride_kt: gl.constexpr, stride_kh: gl.constexpr,
+    stride_vt: gl.constexpr, stride_vh: gl.constexpr, stride_zt: gl.constexpr, stride_zh: gl.constexpr,
+    stride_b: gl.constexpr, H: gl.constexpr, BOUND: gl.constexpr, EPS: gl.constexpr,
+):  # fmt: skip
+    c, h = gl.program_id(0).to(gl.int64), gl.program_id(1).to(gl.int64)
+    n = gl.load(chunk_sequence + c)
+    if n < 0:
+        return
+    start = gl.load(cu_seqlens + n) + (c - gl.load(first_chunk + n)) * CHUNK
+    rows = gl.minimum(gl.load(cu_seqlens + n + 1) - start, CHUNK).to(gl.int32)
+    chunk = c * H + h
+    at = (start * H + h) * K
+    q += start * stride_qt + h * stride_qh
+    k += start * stride_kt + h * stride_kh
+    v += start * stride_vt + h * stride_vh
+    z += start * stride_zt + h * stride_zh
+    b += start * stride_b + h
+
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, K], gl.bfloat16)
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    TABLE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    dO_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
+    D_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
+    E_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
+    S_tile = gl.allocate_shared_memory(gl.bfloat16, [K, K], TILE)
+    dS_tile = gl.allocate_shared_memory(gl.bfloat16, [K, K], TILE)
+    q_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
+    k_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
+    z_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
+    _copy(dO_tile, d_o + at, rows, H * K, CHUNK)
+    _copy(D_tile, d_v + at, rows, H * K, CHUNK)
+    _copy(E_tile, errors + chunk * CHUNK * K, CHUNK, K, CHUNK)
+    _copy(S_tile, states + chunk * K * K, K, K, K)
+    _copy(dS_tile, d_states + chunk * K * K, K, K, K)
+    async_copy.commit_group()
+    _copy(q_tile, q, rows, stride_qt, CHUNK)
+    _copy(k_tile, k, rows, stride_kt, CHUNK)
+    _copy(z_tile, z, rows, stride_zt, CHUNK)
+    async_copy.commit_group()
+
+    # The gradients to pairs, and sums over K.
+    async_copy.wait_group(1)
+    fence_async_shared()
+    dA = _first_product(dO_tile, E_tile.permute((1, 0)), SQUARE, CHUNK)
+    dL = _first_product(D_tile, E_tile.permute((1, 0)), SQUARE, CHUNK)
+    along_q = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
+    along_v = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
+    along_q.store(_row_dots(o + at, dO_tile, rows, H * K))
+    along_v.store(_row_dots(v, D_tile, rows, stride_vt))
+    S_dS = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+    S_dS.store(gl.sum(S_tile.load(COPY).to(gl.float32) * dS_tile.load(COPY).to(gl.float32), 0))
+    dA, dL = warpgroup_mma_wait(0, deps=(dA, dL))
+    i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, SQUARE))[:, None]
+    j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, SQUARE))[None, :]
+    own_pair = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
+    along_w = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
+    own_pair.store(gl.sum(gl.where(i == j, dA, 0.0), 1))
+    along_w.store(gl.sum(gl.where(i == j, dL, 0.0), 1))
+    same, later = (i // 32 == j // 32) & (i > j), i // 32 > j // 32
+    dA_own = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], PAIRS)
+    dA_across = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], PAIRS)
+    dL_own = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], PAIRS)
+    dL_across = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], PAIRS)
+    dA_own.store(gl.where(same, dA, 0.0).to(gl.bfloat16))
+    dA_across.store(gl.where(later, dA, 0.0).to(gl.bfloat16))
+    dL_own.store(gl.where(same, 0.0 - dL, 0.0).to(gl.bfloat16))
+    dL_across.store(gl.where(later, 0.0 - dL, 0.0).to(gl.bfloat16))
+
+    # Gate, anchors, norms.
+    async_copy.wait_group(0)
+    q_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
+    k_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
+    betas = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
+    q_norms.store(_inverse_norms(q_tile, EPS))
+    k_norms.store(_inverse_norms(k_tile, EPS))
+    t = gl.arange(0, CHUNK, layout=VECTOR)
+    logits = gl.load(b + t * stride_b, mask=t < rows, other=0.0).to(gl.float32)
+    beta = _reciprocal(1.0 + _exp2(-LOG2_E * logits))
+    betas.store(beta)
+    gl.store(
+        d_b + start * H + h + t * H,
+        ((1.0 - beta) * along_w.load(VECTOR)).to(d_b.dtype.element_ty),
+        mask=t < rows,
+    )
+    group = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))
+    group = gl.expand_dims(gl.expand_dims(group, 1), 2)
+    row = gl.arange(0, GROUP, layout=gl.SliceLayout(1, gl.SliceLayout(0, GROUPS)))
+    row = group * GROUP + gl.expand_dims(gl.expand_dims(row, 1), 0)
+    d = gl.arange(0, K, layout=gl.SliceLayout(0, gl.SliceLayout(0, GROUPS)))
+    rate = gl.exp(gl.minimum(gl.load(A_log + h).to(gl.float32), 60.0))
+    inside = row < rows
+    bias = gl.load(dt_bias + h * K + d).to(gl.float32)
+    channel = gl.expand_dims(gl.expand_dims(d, 0), 0)
+    bias = gl.expand_dims(gl.expand_dims(bias, 0), 0)
+    u = rate * (_groups(z_tile.load(ROWS).to(gl.float32)) + bias)
+    a = (BOUND * LOG2_E) * _reciprocal(1.0 + _exp2(-LOG2_E * u))
+    a = gl.where(inside, a, 0.0)
+    sums = gl.allocate_shared_memory(gl.float32, [4, K], TABLE)
+    sums.store(gl.convert_layout(gl.sum(a, 1), TOTALS))
+    Gc = gl.associative_scan(a, 1, _add)
+    s0 = _per_channel(sums.reshape((4 * K,)).slice(0, K))
+    s1 = _per_channel(sums.reshape((4 * K,)).slice(K, K))
+    s2 = _per_channel(sums.reshape((4 * K,)).slice(2 * K, K))
+    s3 = _per_channel(sums.reshape((4 * K,)).slice(3 * K, K))
+    first_tile, G_end = s0 + s1, s0 + s1 + s2 + s3
+    Gc += gl.where(group == 0, 0.0, gl.where(group == 1, s0, gl.where(group == 2, first_tile, first_tile + s2)))
+    M_0 = gl.floor(0.5 * first_tile)
+    M_1 = gl.floor(first_tile + 0.5 * (s2 + s3))
+    up = _exp2(Gc - gl.where(group < 2, M_0, M_1))
+    anchor_0 = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+    anchor_1 = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+    total = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+    anchor_0.store(_flat(M_0))
+    anchor_1.store(_flat(M_1))
+    total.store(_flat(G_end))
+    # Operands of the pairs, over the raw rows.
+    left_q = q_tile
+    left_k = k_tile
+    right = z_tile
+    unit_q = _groups(q_tile.load(ROWS).to(gl.float32)) * _per_row(q_norms)
+    unit_k = _groups(k_tile.load(ROWS).to(gl.float32)) * _per_row(k_norms)
+    left_q.store(_rows((unit_q * (scale * up)).to(gl.bfloat16)))
+    left_k.store(_rows((unit_k * up).to(gl.bfloat16)))
+    right.store(_rows((unit_k * _per_row(betas) * _reciprocal(up)).to(gl.bfloat16)))
+    fence_async_shared()
+
+    # To q.
+    y = _first_product(dO_tile, S_tile, WIDE, K)
+    across = _first_product(dA_across, right, WIDE, K)
+    y, across = warpgroup_mma_wait(0, deps=(y, across))
+    y = _product(dA_own, right, y * _from_start(anchor_0, anchor_1) + across * _between(anchor_0, anchor_1))
+    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y,)), ROWS))
+    writes = _unit(k, row * stride_kt + channel, inside, k_norms) * _per_row(betas)
+    d_unit = scale * (up * y + _per_row(own_pair) * writes)
+    d_G = _groups(left_q.load(ROWS).to(gl.float32)) * y
+    out = at + row * (H * K) + channel
+    d_rows = _per_row(q_norms) * (d_unit - _per_row(along_q) * _unit(q, row * stride_qt + channel, inside, q_norms))
+    gl.store(d_q + out, d_rows.to(d_q.dtype.element_ty), mask=inside)
+
+    # To w = beta k.
+    y = _first_product(E_tile, dS_tile, WIDE, K)
+    across = _first_product(dA_across.permute((1, 0)), left_q, WIDE, K)
+    across = _product(dL_across.permute((1, 0)), left_k, across)
+    y, across = warpgroup_mma_wait(0, deps=(y, across))
+    y *= _to_end(anchor_0, anchor_1, total)
+    to_S_writes = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+    to_S_writes.store(gl.sum(right.load(WIDE).to(gl.float32) * y, 0))
+    y = _product(dA_own.permute((1, 0)), left_q, y + across * _between(anchor_0, anchor_1))
+    y = _product(dL_own.permute((1, 0)), left_k, y)
+    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y,)), ROWS))
+    d_writes = _reciprocal(up) * y + (scale * _per_row(own_pair)) * _unit(q, row * stride_qt + channel, inside, q_norms)
+    d_G -= _groups(right.load(ROWS).to(gl.float32)) * y
+
+    # To k.
+    y = _first_product(D_tile, S_tile, WIDE, K)
+    across = _first_product(dL_across, right, WIDE, K)
+    y, across = warpgroup_mma_wait(0, deps=(y, across))
+    y = _product(dL_own, right, across * _between(anchor_0, anchor_1) - y * _from_start(anchor_0, anchor_1))
+    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y,)), ROWS))
+    d_unit = up * y + _per_row(betas) * d_writes
+    d_G += _groups(left_k.load(ROWS).to(gl.float32)) * y
+    along_k = 2.0 * _per_row(along_w) - _per_row(along_v)
+    d_rows = _per_row(k_norms) * (d_unit - along_k * _unit(k, row * stride_kt + channel, inside, k_norms))
+    gl.store(d_k + out, d_rows.to(d_k.dtype.element_ty), mask=inside)
+
+    # To the gate: what spans a row is behind it and not before it.
+    group_sum = gl.sum(d_G, 1)
+    sums.store(gl.convert_layout(group_sum, TOTALS))
+    d_g = gl.expand_dims(group_sum, 1) - gl.associative_scan(d_G, 1, _add) + d_G
+    s1 = _per_channel(sums.reshape((4 * K,)).slice(K, K))
+    s2 = _per_channel(sums.reshape((4 * K,)).slice(2 * K, K))
+    s3 = _per_channel(sums.reshape((4 * K,)).slice(3 * K, K))
+    d_g += gl.where(group == 0, s1 + s2 + s3, gl.where(group == 1, s2 + s3, gl.where(group == 2, s3, 0.0)))
+    d_g += _exp2(_per_channel(total)) * _per_channel(S_dS) + _per_channel(to_S_writes)
+    logits = gl.load(z + row * stride_zt + channel, mask=inside, other=0.0).to(gl.float32)
+    u = rate * (logits + bias)
+    e = _exp2(-LOG2_E * u)
+    gate = _reciprocal(1.0 + e)
+    slope = gate * gl.where(e < 1.0, e * gate, 1.0 - gate)
+    d_u = gl.where(inside, BOUND * slope * d_g, 0.0)
+    d_logits = d_u * rate
+    gl.store(d_z + out, d_logits.to(d_z.dtype.element_ty), mask=inside)
+    u = gl.minimum(gl.maximum(u, -1e30), 1e30)
+    gl.store(d_A_log + chunk, gl.sum(gl.sum(gl.sum(d_u * u, 1), 1), 0))
+    sums.store(gl.convert_layout(gl.sum(d_logits, 1), TOTALS))
+    BY_CHANNEL: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 8], [1, 0])
+    d = gl.arange(0, K, layout=gl.SliceLayout(0, BY_CHANNEL))
+    gl.store(d_bias + chunk * K + d, gl.sum(sums.load(BY_CHANNEL), 0))
+
+
+def intra_backward_hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    z: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    o: torch.Tensor,
+    d_o: torch.Tensor,
+    d_v: torch.Tensor,
+    states: torch.Tensor,
+    d_states: torch.Tensor,
+    errors: torch.Tensor,
+    plan: ChunkPlan,
+    lower_bound: float,
+    scale: float,
+) -> InputGradients:
+    """See `intra_backward.intra_backward`; bf16, K = V = 128."""
+    T, H, K = q.shape
+    d_q, d_k, d_z = (x.new_empty(T, H, K) for x in (q, k, z))
+    d_b = b.new_empty(T, H)
+    d_A_log = q.new_zeros(plan.chunks, H, dtype=torch.float32)
+    d_bias = q.new_zeros(plan.chunks, H, K, dtype=torch.float32)
+    _intra_backward_hopper[(plan.chunks, H)](
+        q, k, v, z, b, o, d_o, d_v, states, d_states, errors, A_log, dt_bias,
+        d_q, d_k, d_z, d_b, d_A_log, d_bias, plan.cu_seqlens, plan.first_chunk, plan.chunk_sequence, scale,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *z.stride()[:2], b.stride(0),
+        H=H, BOUND=lower_bound, EPS=L2_EPS, num_warps=8,
+    )  # fmt: skip
+    return InputGradients(d_q, d_k, d_z, d_b, d_A_log.sum(0), d_bias.sum(0))
