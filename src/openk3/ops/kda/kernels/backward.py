@@ -8,7 +8,8 @@ import torch
 
 from openk3.ops.kda.kernels.intra_backward import InputGradients, intra_backward
 from openk3.ops.kda.kernels.plan import ChunkPlan
-from openk3.ops.kda.kernels.prepare import Prepared, on_hopper
+from openk3.ops.kda.kernels.prepare import Prepared
+from openk3.ops.kda.kernels.scan import on_hopper_as
 from openk3.ops.kda.kernels.scan_backward import scan_backward
 
 
@@ -50,10 +51,13 @@ def backward(
         The gradients in the dtypes of their inputs.
     """
     d_v, d_states, d_initial_state = scan_backward(d_o, prepared, plan, d_final_state)
-    inside = intra_backward
-    if q.dtype == torch.bfloat16 and q.shape[-1] == v.shape[-1] == 128 and on_hopper(q):
-        from openk3.ops.kda.kernels.intra_backward_hopper import intra_backward_hopper as inside
-    inputs = inside(
+    arguments = (
         q, k, v, z, b, A_log, dt_bias, o, d_o, d_v, states, d_states, errors, plan, lower_bound, scale
-    )
+    )  # fmt: skip
+    if on_hopper_as(v, q.shape[-1]):
+        from openk3.ops.kda.kernels.intra_backward_hopper import intra_backward_hopper
+
+        inputs = intra_backward_hopper(*arguments)
+    else:
+        inputs = intra_backward(*arguments)
     return Gradients(inputs, d_v, d_initial_state)

@@ -37,11 +37,13 @@ K = gl.constexpr(128)
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 ROWS = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 2], [1, 0]))  # [64, 128]
-GROUPS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 2], [2, 1, 0]))  # the same, [4, 16, 128]
+GROUPS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 2], [2, 1, 0]))  # [4, 16, 128]
 TOTALS = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 2], [1, 0]))  # [4, 128], one a group
 ROW = gl.constexpr(gl.SliceLayout(1, ROWS))
 WIDE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 64, 16]))
-SQUARE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16]))
+SQUARE = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
+)
 
 
 @gluon.jit
@@ -273,7 +275,8 @@ def _intra_backward_hopper(
     s2 = _per_channel(sums.reshape((4 * K,)).slice(2 * K, K))
     s3 = _per_channel(sums.reshape((4 * K,)).slice(3 * K, K))
     first_tile, G_end = s0 + s1, s0 + s1 + s2 + s3
-    Gc += gl.where(group == 0, 0.0, gl.where(group == 1, s0, gl.where(group == 2, first_tile, first_tile + s2)))
+    third = first_tile + s2
+    Gc += gl.where(group == 0, 0.0, gl.where(group == 1, s0, gl.where(group == 2, first_tile, third)))
     M_0 = gl.floor(0.5 * first_tile)
     M_1 = gl.floor(first_tile + 0.5 * (s2 + s3))
     up = _exp2(Gc - gl.where(group < 2, M_0, M_1))
@@ -304,7 +307,8 @@ def _intra_backward_hopper(
     d_unit = scale * (up * y + _per_row(own_pair) * writes)
     d_G = _groups(left_q.load(ROWS).to(gl.float32)) * y
     out = at + row * (H * K) + channel
-    d_rows = _per_row(q_norms) * (d_unit - _per_row(along_q) * _unit(q, row * stride_qt + channel, inside, q_norms))
+    unit_q = _unit(q, row * stride_qt + channel, inside, q_norms)
+    d_rows = _per_row(q_norms) * (d_unit - _per_row(along_q) * unit_q)
     gl.store(d_q + out, d_rows.to(d_q.dtype.element_ty), mask=inside)
 
     # To w = beta k.
@@ -318,7 +322,8 @@ def _intra_backward_hopper(
     y = _product(dA_own.permute((1, 0)), left_q, y + across * _between(anchor_0, anchor_1))
     y = _product(dL_own.permute((1, 0)), left_k, y)
     y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y,)), ROWS))
-    d_writes = _reciprocal(up) * y + (scale * _per_row(own_pair)) * _unit(q, row * stride_qt + channel, inside, q_norms)
+    unit_q = _unit(q, row * stride_qt + channel, inside, q_norms)
+    d_writes = _reciprocal(up) * y + (scale * _per_row(own_pair)) * unit_q
     d_G -= _groups(right.load(ROWS).to(gl.float32)) * y
 
     # To k.

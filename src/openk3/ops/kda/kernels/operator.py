@@ -12,9 +12,17 @@ import torch
 from torch import Tensor
 
 from openk3.ops.kda.kernels.backward import backward
-from openk3.ops.kda.kernels.plan import mark_checkpoints, plan_chunks
+from openk3.ops.kda.kernels.pieces import pieces_that_fill
+from openk3.ops.kda.kernels.plan import ChunkPlan, mark_checkpoints, plan_chunks
 from openk3.ops.kda.kernels.prepare import prepare
-from openk3.ops.kda.kernels.scan import scan
+from openk3.ops.kda.kernels.scan import Pieces, scan
+
+
+def _pieces(v: Tensor, plan: ChunkPlan, split: bool) -> Pieces | None:
+    if not (split and v.is_cuda):
+        return None
+    processors = torch.cuda.get_device_properties(v.device).multi_processor_count
+    return pieces_that_fill(plan, v.shape[1], v.shape[2], processors)
 
 
 @torch.library.custom_op("openk3::gated_kda", mutates_args=())
@@ -31,12 +39,13 @@ def _forward(
     checkpoint_at: Tensor | None,
     lower_bound: float,
     scale: float,
+    split: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     plan = plan_chunks(cu_seqlens, len(q))
     prepared = prepare(q, k, z, b, A_log, dt_bias, plan, lower_bound, scale)
     marks = None if checkpoint_at is None else mark_checkpoints(plan, checkpoint_at)
     scanned = scan(
-        v, prepared, plan, initial_state,
+        v, prepared, plan, initial_state, pieces=_pieces(v, plan, split),
         checkpoint_of_chunk=marks, checkpoints=0 if checkpoint_at is None else len(checkpoint_at),
     )  # fmt: skip
     checkpoints = scanned.final_state.new_empty(0) if scanned.checkpoints is None else scanned.checkpoints
@@ -57,6 +66,7 @@ def _(
     checkpoint_at: Tensor | None,
     lower_bound: float,
     scale: float,
+    split: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     H, V, K = v.shape[1], v.shape[2], k.shape[2]
     final_state = v.new_empty(len(cu_seqlens) - 1, H, V, K, dtype=torch.float32)
@@ -80,10 +90,14 @@ def _backward(
     d_final_state: Tensor,
     lower_bound: float,
     scale: float,
+    split: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     plan = plan_chunks(cu_seqlens, len(q))
     prepared = prepare(q, k, z, b, A_log, dt_bias, plan, lower_bound, scale)
-    scanned = scan(v, prepared, plan, initial_state, store_states=True, store_errors=True, output=False)
+    scanned = scan(
+        v, prepared, plan, initial_state, pieces=_pieces(v, plan, split),
+        store_states=True, store_errors=True, output=False,
+    )  # fmt: skip
     assert scanned.states is not None and scanned.errors is not None
     grads = backward(
         q, k, v, z, b, A_log, dt_bias, o, prepared, scanned.states, scanned.errors, d_o, d_final_state,
@@ -109,15 +123,16 @@ def _(
     d_final_state: Tensor,
     lower_bound: float,
     scale: float,
+    split: bool,
 ) -> tuple[Tensor, ...]:
     raw = (x.new_empty(x.shape) for x in (q, k, v, z, b, A_log, dt_bias))
     return *raw, d_final_state.new_empty(d_final_state.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, _, lower_bound, scale = inputs
+    *tensors, _, lower_bound, scale, split = inputs
     ctx.save_for_backward(*tensors, output[0])
-    ctx.bound_and_scale = lower_bound, scale
+    ctx.constants = lower_bound, scale, split
     ctx.set_materialize_grads(True)
     ctx.mark_non_differentiable(output[2])
 
@@ -125,10 +140,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _gradients(ctx: Any, d_o: Tensor, d_final_state: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, o = ctx.saved_tensors
     initial_state = tensors[8]
-    *grads, d_initial = _backward(
-        *tensors, o, d_o.contiguous(), d_final_state.contiguous(), *ctx.bound_and_scale
-    )
-    return *grads, None, None if initial_state is None else d_initial, None, None, None
+    *grads, d_initial = _backward(*tensors, o, d_o.contiguous(), d_final_state.contiguous(), *ctx.constants)
+    return *grads, None, None if initial_state is None else d_initial, None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)
@@ -147,12 +160,13 @@ def gated_kda(
     checkpoint_at: Tensor | None,
     lower_bound: float,
     scale: float,
+    split: bool,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """See `openk3.ops.kda.gated.gated_kda`."""
     q, k, v, z = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, z))
     state = None if initial_state is None else initial_state.to(torch.float32).contiguous()
     o, final_state, checkpoints = _forward(
         q, k, v, z, b.contiguous(), A_log, dt_bias.contiguous(), cu_seqlens, state, checkpoint_at,
-        lower_bound, scale,
+        lower_bound, scale, split,
     )  # fmt: skip
     return (o, final_state) if checkpoint_at is None else (o, final_state, checkpoints)

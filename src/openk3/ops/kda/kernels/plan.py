@@ -54,14 +54,22 @@ def _plan(cu_seqlens, first_chunk, chunk_sequence, chunks, CHUNK: tl.constexpr, 
             tl.store(chunk_sequence + c + i, -1, mask=c + i < chunks)
 
 
+def cut(offsets: torch.Tensor, length: int, run: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences between `offsets` int32 `[N + 1]`, `length` elements in all, cut into runs from their starts.
+
+    Returns the first run of each sequence, `[N + 1]`, and the sequence of each run, -1 beyond the last.
+    """
+    N = len(offsets) - 1
+    runs = length // run + N
+    first, sequence = torch.empty_like(offsets), offsets.new_empty(runs)
+    _plan[(N,)](offsets, first, sequence, runs, CHUNK=run, BLOCK=256)
+    return first, sequence
+
+
 def plan_chunks(cu_seqlens: torch.Tensor, tokens: int) -> ChunkPlan:
     """The chunks of `tokens` packed tokens; `cu_seqlens` int32 `[N + 1]`, N >= 1, is not read on the host."""
-    N = len(cu_seqlens) - 1
-    chunks = tokens // CHUNK + N
-    first_chunk = torch.empty_like(cu_seqlens)
-    chunk_sequence = cu_seqlens.new_empty(chunks)
-    _plan[(N,)](cu_seqlens, first_chunk, chunk_sequence, chunks, CHUNK=CHUNK, BLOCK=256)
-    return ChunkPlan(cu_seqlens, first_chunk, chunk_sequence, chunks)
+    first_chunk, chunk_sequence = cut(cu_seqlens, tokens, CHUNK)
+    return ChunkPlan(cu_seqlens, first_chunk, chunk_sequence, len(chunk_sequence))
 
 
 @triton.jit

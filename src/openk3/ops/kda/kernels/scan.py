@@ -23,6 +23,15 @@ from openk3.ops.kda.kernels.prepare import Prepared, on_hopper
 
 
 @dataclass(frozen=True)
+class Pieces:
+    """Sequences cut into runs of `length` chunks from their starts, one program each."""
+
+    first_piece: torch.Tensor  # int32 [N + 1]: sequence n has pieces first_piece[n] to first_piece[n + 1]
+    piece_sequence: torch.Tensor  # int32 [P]: the sequence of each piece, -1 beyond the last
+    length: int
+
+
+@dataclass(frozen=True)
 class Scanned:
     o: torch.Tensor  # [T, H, V]
     final_state: torch.Tensor  # [N, H, V, K] fp32
@@ -35,22 +44,39 @@ class Scanned:
 def _scan(
     v, qd, kd, ke, inverse, attention, decay, initial_state,
     o, final_state, states, errors, checkpoints, checkpoint_of_chunk,
-    cu_seqlens, first_chunk, stride_vt, stride_vh,
+    cu_seqlens, first_chunk, first_piece, piece_sequence, stride_vt, stride_vh,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
     INITIAL: tl.constexpr, STATES: tl.constexpr, ERRORS: tl.constexpr, CHECKPOINTS: tl.constexpr,
-    OUTPUT: tl.constexpr, STAGES: tl.constexpr,
+    OUTPUT: tl.constexpr, PIECE: tl.constexpr, FRAGMENTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    part, h, n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    part, h, p = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    n = p
+    if PIECE:
+        n = tl.load(piece_sequence + p).to(tl.int64)
+        if n < 0:
+            return
     OPERAND = kd.dtype.element_ty
     PRECISION: tl.constexpr = "ieee" if kd.dtype.element_ty == tl.float32 else "tf32"
     first = tl.load(first_chunk + n).to(tl.int64)
     chunks = tl.load(first_chunk + n + 1) - first
     start = tl.load(cu_seqlens + n).to(tl.int64)
     end = tl.load(cu_seqlens + n + 1)
+    last = True
+    if PIECE:
+        skipped = (p - tl.load(first_piece + n)) * PIECE
+        first += skipped
+        start += skipped * CHUNK
+        last = chunks - skipped <= PIECE
+        if FRAGMENTS and last:
+            return
+        chunks = tl.minimum(chunks - skipped, PIECE)
     r, d, e = tl.arange(0, CHUNK), tl.arange(0, K), part * BV + tl.arange(0, BV)
-    state = (n * H + h) * V * K + e[:, None] * K + d[None, :]
-    if INITIAL:
-        S = tl.load(initial_state + state)
+    state = e[:, None] * K + d[None, :]
+    if FRAGMENTS:
+        S = tl.where(e[:, None] - V == d[None, :], 1.0, 0.0)
+        end = tl.where(part * BV < V, end, 0)
+    elif INITIAL:
+        S = tl.load(initial_state + (p * H + h) * V * K + state)
     else:
         S = tl.zeros([BV, K], tl.float32)
     for c in tl.range(0, chunks.to(tl.int32), num_stages=STAGES):
@@ -59,7 +85,7 @@ def _scan(
         pairs = chunk * CHUNK * CHUNK + r[:, None] * CHUNK + r[None, :]
         token = start + c * CHUNK + r
         values = tl.load(
-            v + token[None, :] * stride_vt + h * stride_vh + e[:, None],
+            v + token[None, :] * stride_vt + h * stride_vh + (e % V)[:, None],
             mask=(token < end)[None, :],
             other=0.0,
         )
@@ -88,7 +114,10 @@ def _scan(
             m = tl.load(checkpoint_of_chunk + first + c).to(tl.int64)
             if m >= 0:
                 tl.store(checkpoints + (m * H + h) * V * K + e[:, None] * K + d[None, :], S)
-    tl.store(final_state + state, S)
+    if FRAGMENTS:
+        tl.store(final_state + (p * H + h) * (V + K) * K + state, S)
+    elif last:
+        tl.store(final_state + (n * H + h) * V * K + state, S)
 
 
 @dataclass(frozen=True)
@@ -111,6 +140,11 @@ def hopper_tiles(programs: int) -> ScanTiles:
     )
 
 
+def on_hopper_as(v: torch.Tensor, K: int) -> bool:
+    """Whether the kernels in Hopper's layouts fit v `[T, H, V]`."""
+    return v.dtype == torch.bfloat16 and K == v.shape[2] == 128 and on_hopper(v)
+
+
 def scan(
     v: torch.Tensor,
     prepared: Prepared,
@@ -124,44 +158,76 @@ def scan(
     checkpoints: int = 0,
     tiles: ScanTiles | None = None,
     hopper: bool | None = None,
+    pieces: Pieces | None = None,
 ) -> Scanned:
     """Values v `[T, H, V]` (last axis contiguous) through prepared chunks, from `initial_state`
     `[N, H, V, K]` fp32 contiguous or zero.
 
     `checkpoint_of_chunk` int32 `[NC]` names for each chunk the checkpoint that is the state after it, or -1.
+    `pieces` cuts sequences so that several programs share one: see `openk3.ops.kda.kernels.pieces`.
     """
     T, H, V = v.shape
     N, K = plan.sequences, prepared.kd.shape[-1]
-    if hopper is None:
-        hopper = v.dtype == torch.bfloat16 and K == V == 128 and on_hopper(v)
-    tiles = tiles or (hopper_tiles(N * H) if hopper else scan_tiles(V))
+    hopper = on_hopper_as(v, K) if hopper is None else hopper
     operand = prepared.kd.dtype
-    o = v.new_empty(T if output else 0, H, V)
-    final_state = v.new_empty(N, H, V, K, dtype=torch.float32)
-    states = v.new_empty(plan.chunks, H, V, K, dtype=operand) if store_states else None
-    errors = v.new_empty(plan.chunks, H, CHUNK, V, dtype=operand) if store_errors else None
     kept = None
     if checkpoint_of_chunk is not None:
         kept = v.new_full((checkpoints, H, V, K), float("nan"), dtype=torch.float32)
+    result = Scanned(
+        o=v.new_empty(T if output else 0, H, V),
+        final_state=v.new_empty(N, H, V, K, dtype=torch.float32),
+        states=v.new_empty(plan.chunks, H, V, K, dtype=operand) if store_states else None,
+        errors=v.new_empty(plan.chunks, H, CHUNK, V, dtype=operand) if store_errors else None,
+        checkpoints=kept,
+    )
+    programs = N * H
+    if pieces is not None:
+        from openk3.ops.kda.kernels.pieces import entering_states
+
+        initial_state = entering_states(v, prepared, plan, pieces, initial_state, result.final_state, hopper)
+        programs = len(pieces.piece_sequence) * H
+    tiles = tiles or (hopper_tiles(programs) if hopper else scan_tiles(V))
+    launch(v, prepared, plan, initial_state, result, tiles, hopper, pieces, checkpoint_of_chunk, output)
+    return result
+
+
+def launch(
+    v: torch.Tensor,
+    prepared: Prepared,
+    plan: ChunkPlan,
+    initial_state: torch.Tensor | None,
+    result: Scanned,
+    tiles: ScanTiles,
+    hopper: bool,
+    pieces: Pieces | None,
+    checkpoint_of_chunk: torch.Tensor | None = None,
+    output: bool = False,
+    fragments: bool = False,
+) -> None:
+    """Fills `result`; with `fragments`, its final_state with [L; M] of each piece and nothing else."""
+    _, H, V = v.shape
+    K = prepared.kd.shape[-1]
     flags = {
-        "INITIAL": initial_state is not None, "STATES": store_states, "ERRORS": store_errors,
-        "CHECKPOINTS": kept is not None, "OUTPUT": output, "STAGES": tiles.stages,
+        "INITIAL": initial_state is not None, "STATES": result.states is not None,
+        "ERRORS": result.errors is not None, "CHECKPOINTS": result.checkpoints is not None, "OUTPUT": output,
+        "PIECE": 0 if pieces is None else pieces.length, "FRAGMENTS": fragments, "STAGES": tiles.stages,
         "num_warps": tiles.num_warps,
     }  # fmt: skip
-    grid = V // tiles.BV, H, N
-    outputs = o, final_state, states, errors, kept, checkpoint_of_chunk, plan.cu_seqlens, plan.first_chunk
+    cut = (None, None) if pieces is None else (pieces.first_piece, pieces.piece_sequence)
+    count = plan.sequences if pieces is None else len(pieces.piece_sequence)
+    grid = (V + K if fragments else V) // tiles.BV, H, count
+    outputs = result.o, result.final_state, result.states, result.errors, result.checkpoints
+    where = checkpoint_of_chunk, plan.cu_seqlens, plan.first_chunk, *cut, *v.stride()[:2]
+    p = prepared
     if hopper:
         from openk3.ops.kda.kernels.scan_hopper import descriptor, scan_hopper
 
-        p = prepared
-        tiles_of = (descriptor(x) for x in (p.qd, p.kd, p.ke, p.inverse, p.attention))
+        chunks = (descriptor(x) for x in (p.qd, p.kd, p.ke, p.inverse, p.attention))
         scan_hopper[grid](
-            v, *tiles_of, p.decay, initial_state, *outputs, *v.stride()[:2], H=H, V=V, BV=tiles.BV, **flags
+            v, *chunks, p.decay, initial_state, *outputs, *where, H=H, V=V, BV=tiles.BV, **flags
         )
     else:
-        p = prepared
         _scan[grid](
-            v, p.qd, p.kd, p.ke, p.inverse, p.attention, p.decay, initial_state, *outputs, *v.stride()[:2],
+            v, p.qd, p.kd, p.ke, p.inverse, p.attention, p.decay, initial_state, *outputs, *where,
             H=H, K=K, V=V, BV=tiles.BV, CHUNK=CHUNK, **flags,
         )  # fmt: skip
-    return Scanned(o, final_state, states, errors, kept)

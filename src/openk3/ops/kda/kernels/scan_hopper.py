@@ -69,9 +69,10 @@ def _fetch(
 def scan_hopper(
     v, qd, kd, ke, inverse, attention, decay, initial_state,
     o, final_state, states, errors, checkpoints, checkpoint_of_chunk, cu_seqlens, first_chunk,
-    stride_vt: gl.constexpr, stride_vh: gl.constexpr,
+    first_piece, piece_sequence, stride_vt: gl.constexpr, stride_vh: gl.constexpr,
     H: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, INITIAL: gl.constexpr, STATES: gl.constexpr,
-    ERRORS: gl.constexpr, CHECKPOINTS: gl.constexpr, OUTPUT: gl.constexpr, STAGES: gl.constexpr,
+    ERRORS: gl.constexpr, CHECKPOINTS: gl.constexpr, OUTPUT: gl.constexpr, PIECE: gl.constexpr,
+    FRAGMENTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -86,11 +87,28 @@ def scan_hopper(
     LANES: gl.constexpr = BV // 8
     TOKENS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
 
-    part, h, n = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2).to(gl.int64)
+    part, h, p = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2).to(gl.int64)
+    n = p
+    if PIECE:
+        n = gl.load(piece_sequence + p).to(gl.int64)
+        if n < 0:
+            return
     first = gl.load(first_chunk + n).to(gl.int64)
     chunks = (gl.load(first_chunk + n + 1) - first).to(gl.int32)
     start = gl.load(cu_seqlens + n).to(gl.int64)
     length = (gl.load(cu_seqlens + n + 1) - start).to(gl.int32)
+    last = True
+    if PIECE:
+        skipped = (p - gl.load(first_piece + n)).to(gl.int32) * PIECE
+        first += skipped
+        start += skipped * CHUNK
+        length -= skipped * CHUNK
+        last = chunks - skipped <= PIECE
+        chunks = gl.minimum(chunks - skipped, PIECE)
+    if FRAGMENTS:
+        if last:
+            return
+        length = gl.where(part * BV < V, length, 0)  # the identity's rows see no values
 
     kd_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], WIDE)
     qd_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], WIDE)
@@ -106,7 +124,7 @@ def scan_hopper(
     fence_async_shared()
     gl.thread_barrier()
 
-    v += start * stride_vt + h * stride_vh + part * BV
+    v += start * stride_vt + h * stride_vh + (part % (V // BV)) * BV
     for s in gl.static_range(STAGES - 1):
         if s < chunks:
             _fetch(
@@ -121,8 +139,10 @@ def scan_hopper(
     e = part * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, STATE))
     d = gl.arange(0, K, layout=gl.SliceLayout(0, STATE))
     tile = e[:, None] * K + d[None, :]
-    if INITIAL:
-        S = gl.convert_layout(gl.load(initial_state + (n * H + h) * V * K + tile), ACC)
+    if FRAGMENTS:
+        S = gl.convert_layout(gl.where(e[:, None] - V == d[None, :], 1.0, 0.0), ACC)
+    elif INITIAL:
+        S = gl.convert_layout(gl.load(initial_state + (p * H + h) * V * K + tile), ACC)
     else:
         S = gl.zeros([BV, K], gl.float32, layout=ACC)
 
@@ -190,4 +210,7 @@ def scan_hopper(
             m = gl.load(checkpoint_of_chunk + first + c).to(gl.int64)
             if m >= 0:
                 gl.store(checkpoints + (m * H + h) * V * K + tile, gl.convert_layout(S, STATE))
-    gl.store(final_state + (n * H + h) * V * K + tile, gl.convert_layout(S, STATE))
+    if FRAGMENTS:
+        gl.store(final_state + (p * H + h) * (V + K) * K + tile, gl.convert_layout(S, STATE))
+    elif last:
+        gl.store(final_state + (n * H + h) * V * K + tile, gl.convert_layout(S, STATE))
