@@ -13,9 +13,9 @@ anchor m in the middle of its range of G; its rows keep
 
 Pairs inside a block multiply these as they are. Pairs of two blocks meet at the boundary between them: the
 later block's rows times 2^(m - boundary), the earlier's times 2^(boundary - m), neither above 1 (to
-rounding). Blocks join to 32 rows, these to the chunk. As a row is a reader or a writer in a join but never
-both, one symmetric product serves both sides: rows of the later block gather from writers, of the earlier
-from readers.
+rounding). Blocks join to 32 rows, these to the chunk. In a join a row is a reader or a writer, never both,
+and its factor as the other is 0. Blocks of 16 rows, not the forward's 32: gradients may be as small as the
+loss's scale makes them, and 2^-116 of that would leave fp32.
 
 Anchors and boundaries are rounded to integers, so that these factors are powers of two and the operands of
 all products are the same bf16 numbers up to exponent. Multiplied with them, the gradient to log decays of a
@@ -26,7 +26,12 @@ decay and stays out of it.
 Sums over K are taken on the side of V, where they are the same by the chain rule, and K falls into
 independent slices:
 
-    q . dq = dO . O          k . dk + w . dw = D . (2E - V)          w . dw = E . D
+    q . dq = dO . O          k . dk = D . (2E - V), with the part through w          w . dw = E . D
+
+Two kernels. `_pairs_backward` works on the side of V, a program a chunk: dA and dL, cut to the rows that meet
+in each join, and those sums. `_intra_backward` does the rest, a program a chunk and slice of K. Tensor cores
+take a loaded left operand from shared memory, where it costs no registers, but one that a program computes
+from registers; hence pairs go through memory.
 
 Knows the bounded gate only: without a bound, 16 rows may span any range, and pairs inside a block would go on
 joining halves down to single rows, as between blocks.
@@ -35,6 +40,7 @@ joining halves down to single rows, as between blocks.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,6 +80,27 @@ def _times(x, factor):
 
 
 @triton.jit
+def _laid_out(x, identity, PRECISION: tl.constexpr):
+    """x `[64, F]` in fp32, exactly, with the threads that hold rows of products: one product hands it over,
+    where the compiler would else move each intermediate from the layout of loads to that of products."""
+    return tl.dot(identity, x, input_precision=PRECISION)
+
+
+@triton.jit
+def _sums(which, x, PRECISION: tl.constexpr):
+    """Sums `[64, F]` of the rows of x that `which` `[64, 64]` (0 and 1) selects. Tensor cores add across
+    threads; two bf16 terms hold 16 bits of x, and sums are fp32."""
+    high = x.to(which.dtype)
+    low = (x - high.to(tl.float32)).to(which.dtype)
+    return tl.dot(which, low, tl.dot(which, high, input_precision=PRECISION), input_precision=PRECISION)
+
+
+@triton.jit
+def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
 def _sigmoid_and_slope(x):
     """sigmoid(x) and its derivative, from one exponential that cannot overflow."""
     small = tl.exp(-tl.abs(x))
@@ -82,170 +109,230 @@ def _sigmoid_and_slope(x):
 
 
 @triton.jit
-def _joined(D_q, D_k, readers_q, readers_k, writers, factor, later, mask, PRECISION: tl.constexpr):
-    """Gradients to readers of q, of k, and to writers, from pairs of blocks that `mask` selects."""
-    OPERAND = D_q.dtype
-    zero = tl.zeros(D_q.shape, OPERAND)
-    rows_q = _times(tl.where(later, readers_q, writers).to(tl.float32), factor)
-    rows_k = _times(tl.where(later, readers_k, writers).to(tl.float32), factor)
-    from_q = tl.dot(tl.where(mask, D_q, zero), rows_q.to(OPERAND), input_precision=PRECISION)
-    from_k = tl.dot(tl.where(mask, D_k, zero), rows_k.to(OPERAND), input_precision=PRECISION)
-    from_q = _times(from_q, factor)
-    from_k = _times(from_k, factor)
-    return tl.where(later, from_q, 0.0), tl.where(later, from_k, 0.0), tl.where(later, 0.0, from_q + from_k)
+def _diagonal(x, row, column):
+    """`[64]`, the diagonal of a product: sums over its inner axis, row by row."""
+    return tl.sum(tl.where(row == column, x, 0.0), 1)
 
 
 @triton.jit
-def _intra_backward(
-    q, k, v, z, b, o, d_o, d_v, states, d_states, errors, A_log, dt_bias,
-    d_q, d_k, d_z, d_b, d_A_log, d_bias, cu_seqlens, first_chunk, chunk_sequence,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_zt, stride_zh, stride_b, scale,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
-    BOUND: tl.constexpr, EPS: tl.constexpr, STAGES: tl.constexpr,
+def _scaled(rows, factor):
+    """Operand rows times their block's power of two, or zero: exact."""
+    return _times(rows.to(tl.float32), factor).to(rows.dtype)
+
+
+@triton.jit
+def _pairs_backward(
+    q, k, v, b, o, d_o, d_v, errors, d_b, pairs, rows, cu_seqlens, first_chunk, chunk_sequence,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_b,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     c, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     n = tl.load(chunk_sequence + c)
     if n < 0:
         return
-    OPERAND = states.dtype.element_ty
-    PRECISION: tl.constexpr = "ieee" if states.dtype.element_ty == tl.float32 else "tf32"
-    i, all_d, e = tl.arange(0, CHUNK), tl.arange(0, K), tl.arange(0, V)
+    OPERAND = errors.dtype.element_ty
+    PRECISION: tl.constexpr = "ieee" if errors.dtype.element_ty == tl.float32 else "tf32"
+    i, d, e = tl.arange(0, CHUNK), tl.arange(0, K)[None, :], tl.arange(0, V)[None, :]
     row, column = i[:, None], i[None, :]
-    token = tl.load(cu_seqlens + n) + (c - tl.load(first_chunk + n)) * CHUNK + i
-    valid = token < tl.load(cu_seqlens + n + 1)
+    start = (tl.load(cu_seqlens + n) + (c - tl.load(first_chunk + n)) * CHUNK).to(tl.int64)
+    valid = i < tl.load(cu_seqlens + n + 1) - start
     inside = valid[:, None]
     chunk = c * H + h
-    q += h * stride_qh
-    k += h * stride_kh
-    z += h * stride_zh
+    out = (start * H + h) * V
+    values = row * (H * V) + e
+    dO = tl.load(d_o + out + values, mask=inside, other=0.0)
+    E = tl.load(errors + chunk * CHUNK * V + row * V + e)
+    D = tl.load(d_v + out + values, mask=inside, other=0.0)
+    D_q = tl.dot(dO, tl.trans(E), input_precision=PRECISION)
+    D_k = -tl.dot(D, tl.trans(E), input_precision=PRECISION)
+    own = _diagonal(D_q, row, column)
+    along_w = -_diagonal(D_k, row, column)
+    outputs = tl.load(o + out + values, mask=inside, other=0.0)
+    along_q = _diagonal(tl.dot(dO, tl.trans(outputs), input_precision=PRECISION), row, column)
+    v += start * stride_vt + h * stride_vh
+    value = tl.load(v + row * stride_vt + e, mask=inside, other=0.0)
+    along_v = _diagonal(tl.dot(D, tl.trans(value), input_precision=PRECISION), row, column)
+    q += start * stride_qt + h * stride_qh
+    wide = tl.load(q + row * stride_qt + d, mask=inside, other=0.0)
+    q_norm = _diagonal(tl.dot(wide, tl.trans(wide), input_precision=PRECISION), row, column)
+    k += start * stride_kt + h * stride_kh
+    wide = tl.load(k + row * stride_kt + d, mask=inside, other=0.0)
+    k_norm = _diagonal(tl.dot(wide, tl.trans(wide), input_precision=PRECISION), row, column)
+    # What each row needs of these: its own pair, q . dq, k . dk, and the inverse norms of q and k.
+    rows += chunk * (5 * CHUNK) + i
+    tl.store(rows, own)
+    tl.store(rows + CHUNK, along_q)
+    tl.store(rows + 2 * CHUNK, 2.0 * along_w - along_v)
+    tl.store(rows + 3 * CHUNK, tl.rsqrt(q_norm + EPS))
+    tl.store(rows + 4 * CHUNK, tl.rsqrt(k_norm + EPS))
+    beta = tl.sigmoid(tl.load(b + (start + i) * stride_b + h, mask=valid, other=0.0).to(tl.float32))
+    d_logits = (1.0 - beta) * along_w
+    tl.store(d_b + (start + i) * H + h, d_logits.to(d_b.dtype.element_ty), mask=valid)
+    pairs += chunk * (6 * CHUNK * CHUNK) + row * CHUNK + column
+    apart = row ^ column  # below 2^n: in the same 2^n rows
+    # dA and dL inside 64, 32, 16 rows; of the wider two a join uses the part that its factors leave.
+    for level in tl.static_range(3):
+        inner = (row > column) & (apart < (CHUNK >> level))
+        tl.store(pairs + 2 * level * CHUNK * CHUNK, tl.where(inner, D_q, 0.0).to(OPERAND))
+        tl.store(pairs + (2 * level + 1) * CHUNK * CHUNK, tl.where(inner, D_k, 0.0).to(OPERAND))
 
-    # On the side of V: sums over K, and the gradients to the pairs.
-    values = (token[:, None] * H + h) * V + e[None, :]
+
+@triton.jit
+def _intra_backward(
+    q, k, z, b, d_o, d_v, states, d_states, errors, A_log, dt_bias, pairs, rows, selections,
+    d_q, d_k, d_z, d_A_log, d_bias, cu_seqlens, first_chunk, chunk_sequence,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_zt, stride_zh, stride_b, scale,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
+    BOUND: tl.constexpr,
+):  # fmt: skip
+    SLICES: tl.constexpr = K // BK
+    c, h = (tl.program_id(0) // SLICES).to(tl.int64), tl.program_id(1).to(tl.int64)
+    part = tl.program_id(0) % SLICES
+    n = tl.load(chunk_sequence + c)
+    if n < 0:
+        return
+    OPERAND = states.dtype.element_ty
+    PRECISION: tl.constexpr = "ieee" if states.dtype.element_ty == tl.float32 else "tf32"
+    i, d, e = tl.arange(0, CHUNK), part * BK + tl.arange(0, BK), tl.arange(0, V)
+    row, column = i[:, None], i[None, :]
+    start = (tl.load(cu_seqlens + n) + (c - tl.load(first_chunk + n)) * CHUNK).to(tl.int64)
+    valid = i < tl.load(cu_seqlens + n + 1) - start
+    inside = valid[:, None]
+    chunk = c * H + h
+    square = row * CHUNK + column
+    identity, onward = tl.load(selections + square), tl.load(selections + square + CHUNK * CHUNK)
+    pairs += chunk * (6 * CHUNK * CHUNK) + square
+
+    z += start * stride_zt + h * stride_zh
+    z_rows = tl.load(z + row * stride_zt + d[None, :], mask=inside, other=0.0).to(OPERAND)
+    q += start * stride_qt + h * stride_qh
+    q_rows = tl.load(q + row * stride_qt + d[None, :], mask=inside, other=0.0).to(OPERAND)
+    k += start * stride_kt + h * stride_kh
+    k_rows = tl.load(k + row * stride_kt + d[None, :], mask=inside, other=0.0).to(OPERAND)
+    tile = chunk * V * K + e[:, None] * K + d[None, :]
+    S = tl.load(states + tile)
+    dS = tl.load(d_states + tile)
+    d_G_end = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
+    bias = tl.load(dt_bias + h * K + d).to(tl.float32)[None, :]
+    rate = tl.exp(tl.minimum(tl.load(A_log + h).to(tl.float32), 60.0))
+    rows += chunk * (5 * CHUNK) + row
+    q_norm, k_norm = tl.load(rows + 3 * CHUNK), tl.load(rows + 4 * CHUNK)
+    beta = tl.load(b + (start + row) * stride_b + h, mask=inside, other=0.0)
+    beta = tl.sigmoid(beta.to(tl.float32))
+    block = tl.arange(0, BLOCKS)[:, None]
+    odd, upper = block % 2 == 1, block >= 2
+
+    # Gate, anchors and operands.
+    gate, _ = _sigmoid_and_slope(rate * (_laid_out(z_rows, identity, PRECISION) + bias))
+    a = tl.where(inside, (BOUND * LOG2_E) * gate, 0.0)
+    spans = tl.sum(_by_block(a), 1)
+    end_0, end_1, end_2, G_end = tl.reduce(
+        (
+            tl.where(block < 1, spans, 0.0),
+            tl.where(block < 2, spans, 0.0),
+            tl.where(block < 3, spans, 0.0),
+            spans,
+        ),
+        0,
+        _add4,
+    )
+    starts = tl.where(block == 1, end_0[None, :], tl.where(block == 2, end_1[None, :], end_2[None, :]))
+    starts = tl.where(block == 0, 0.0, starts)
+    middle = tl.floor(starts + 0.5 * spans)
+    G = _by_block(a - _sums(onward, a, PRECISION)) + (G_end[None, :] - middle)[:, None, :]
+    G = tl.reshape(G, [CHUNK, BK])
+    up = tl.exp2(G)
+    unit_k = _laid_out(k_rows, identity, PRECISION) * k_norm
+    readers_q = (_laid_out(q_rows, identity, PRECISION) * q_norm * scale * up).to(OPERAND)
+    readers_k = (unit_k * up).to(OPERAND)
+    writers = (unit_k * beta * tl.exp2(-G)).to(OPERAND)
+
+    # Through the states.
+    values = (start * H + h) * V + row * (H * V) + e[None, :]
     dO = tl.load(d_o + values, mask=inside, other=0.0)
     D = tl.load(d_v + values, mask=inside, other=0.0)
     E = tl.load(errors + chunk * CHUNK * V + row * V + e[None, :])
-    out = tl.load(o + values, mask=inside, other=0.0)
-    value = tl.load(v + token[:, None] * stride_vt + h * stride_vh + e[None, :], mask=inside, other=0.0)
-    beta = tl.sigmoid(tl.load(b + token * stride_b + h, mask=valid, other=0.0).to(tl.float32))
-    dO_wide, D_wide, E_wide = dO.to(tl.float32), D.to(tl.float32), E.to(tl.float32)
-    along_q = tl.sum(dO_wide * out.to(tl.float32), 1)
-    along_w = tl.sum(D_wide * E_wide, 1)
-    along_k = 2.0 * along_w - tl.sum(D_wide * value.to(tl.float32), 1)
-    own = tl.sum(dO_wide * E_wide, 1)
-    tl.store(d_b + token * H + h, ((1.0 - beta) * along_w).to(d_b.dtype.element_ty), mask=valid)
-    zero = tl.zeros([CHUNK, CHUNK], OPERAND)
-    below = tl.dot(dO, tl.trans(E), input_precision=PRECISION)
-    above = tl.dot(E, tl.trans(dO), input_precision=PRECISION)
-    D_q = tl.where(row > column, below, above).to(OPERAND)
-    below = tl.dot(D, tl.trans(E), input_precision=PRECISION)
-    above = tl.dot(E, tl.trans(D), input_precision=PRECISION)
-    D_k = -tl.where(row > column, below, above).to(OPERAND)
+    from_start = tl.exp2(middle)
+    d_readers_q = _times(tl.dot(dO, S, input_precision=PRECISION), from_start)
+    d_readers_k = _times(tl.dot(D, S, input_precision=PRECISION), -from_start)
+    d_writers = _times(tl.dot(E, dS, input_precision=PRECISION), tl.exp2(G_end[None, :] - middle))
+    d_G_end = tl.exp2(G_end) * d_G_end + tl.sum(d_writers * writers.to(tl.float32), 0)
 
-    keys = token[:, None] * stride_kt + all_d[None, :]
-    wide = tl.load(k + keys, mask=inside, other=0.0).to(tl.float32)
-    k_norm = tl.rsqrt(tl.sum(wide * wide, 1) + EPS)
-    wide = tl.load(q + token[:, None] * stride_qt + all_d[None, :], mask=inside, other=0.0).to(tl.float32)
-    q_norm = tl.rsqrt(tl.sum(wide * wide, 1) + EPS)
+    # Through the pairs: between blocks, then inside each.
+    D_q, D_k = tl.load(pairs), tl.load(pairs + CHUNK * CHUNK)
+    factor = tl.exp2(-tl.abs(middle - tl.floor(end_1)[None, :]))
+    read, write = tl.where(upper, factor, 0.0), tl.where(upper, 0.0, factor)
+    from_w = _scaled(writers, write)
+    d_readers_q += _times(tl.dot(D_q, from_w, input_precision=PRECISION), read)
+    d_readers_k += _times(tl.dot(D_k, from_w, input_precision=PRECISION), read)
+    to_w = tl.dot(tl.trans(D_q), _scaled(readers_q, read), input_precision=PRECISION)
+    to_w = tl.dot(tl.trans(D_k), _scaled(readers_k, read), to_w, input_precision=PRECISION)
+    d_writers += _times(to_w, write)
+    D_q, D_k = tl.load(pairs + 2 * CHUNK * CHUNK), tl.load(pairs + 3 * CHUNK * CHUNK)
+    factor = tl.where(upper, end_2[None, :], end_0[None, :])
+    factor = tl.exp2(-tl.abs(middle - tl.floor(factor)))
+    read, write = tl.where(odd, factor, 0.0), tl.where(odd, 0.0, factor)
+    from_w = _scaled(writers, write)
+    d_readers_q += _times(tl.dot(D_q, from_w, input_precision=PRECISION), read)
+    d_readers_k += _times(tl.dot(D_k, from_w, input_precision=PRECISION), read)
+    to_w = tl.dot(tl.trans(D_q), _scaled(readers_q, read), input_precision=PRECISION)
+    to_w = tl.dot(tl.trans(D_k), _scaled(readers_k, read), to_w, input_precision=PRECISION)
+    d_writers += _times(to_w, write)
+    D_q, D_k = tl.load(pairs + 4 * CHUNK * CHUNK), tl.load(pairs + 5 * CHUNK * CHUNK)
+    d_readers_q = tl.dot(D_q, writers, d_readers_q, input_precision=PRECISION)
+    d_readers_k = tl.dot(D_k, writers, d_readers_k, input_precision=PRECISION)
+    d_writers = tl.dot(tl.trans(D_q), readers_q, d_writers, input_precision=PRECISION)
+    d_writers = tl.dot(tl.trans(D_k), readers_k, d_writers, input_precision=PRECISION)
 
-    rate = tl.exp(tl.minimum(tl.load(A_log + h).to(tl.float32), 60.0))
-    block = tl.arange(0, BLOCKS)[:, None]
-    d_rate = 0.0
-    for first in tl.range(0, K, BK, num_stages=STAGES):
-        d = first + tl.arange(0, BK)
-        # Gate and anchors.
-        bias = tl.load(dt_bias + h * K + d).to(tl.float32)
-        logits = tl.load(z + token[:, None] * stride_zt + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        logits = rate * (logits + bias[None, :])
-        gate, slope = _sigmoid_and_slope(logits)
-        a = _by_block(tl.where(inside, (BOUND * LOG2_E) * gate, 0.0))
-        spans = tl.sum(a, 1)
-        ends = tl.cumsum(spans, 0)
-        G_end = tl.sum(spans, 0)
-        starts = ends - spans
-        middle = tl.floor(starts + 0.5 * spans)
-        halfway = tl.floor(tl.sum(tl.where(block < 2, spans, 0.0), 0))[None, :]
-        boundary = tl.floor(tl.where(block % 2 == 1, starts, ends))
-        to_16 = tl.exp2(tl.where(block % 2 == 1, middle - boundary, boundary - middle))
-        to_32 = tl.exp2(tl.where(block >= 2, middle - halfway, halfway - middle))
-        G = tl.reshape(tl.cumsum(a, 1) + (starts - middle)[:, None, :], [CHUNK, BK])
-        up, down = tl.exp2(G), tl.exp2(-G)
+    # A row's own pair, beta, and the norms. The barrier parts these loads from the first ones: what is read
+    # again from the cache need not stay in registers.
+    tl.debug_barrier()
+    z_rows = tl.load(z + row * stride_zt + d[None, :], mask=inside, other=0.0).to(OPERAND)
+    q_rows = tl.load(q + row * stride_qt + d[None, :], mask=inside, other=0.0).to(OPERAND)
+    k_rows = tl.load(k + row * stride_kt + d[None, :], mask=inside, other=0.0).to(OPERAND)
+    down = 1.0 / up
+    unit_q = _laid_out(q_rows, identity, PRECISION) * q_norm
+    unit_k = _laid_out(k_rows, identity, PRECISION) * k_norm
+    writes = unit_k * beta
+    at = (start * H + h) * K + row * (H * K) + d[None, :]
+    own, along_q, along_k = tl.load(rows), tl.load(rows + CHUNK), tl.load(rows + 2 * CHUNK)
+    d_rows = scale * (d_readers_q * up + own * writes)
+    d_rows = q_norm * (d_rows - along_q * unit_q)
+    tl.store(d_q + at, d_rows.to(d_q.dtype.element_ty), mask=inside)
+    d_rows = beta * (d_writers * down + (scale * own) * unit_q)
+    d_rows = k_norm * (d_rows + d_readers_k * up - along_k * unit_k)
+    tl.store(d_k + at, d_rows.to(d_k.dtype.element_ty), mask=inside)
 
-        unit_q = tl.load(q + token[:, None] * stride_qt + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        unit_q *= q_norm[:, None]
-        unit_k = tl.load(k + token[:, None] * stride_kt + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        unit_k *= k_norm[:, None]
-        writes = unit_k * beta[:, None]
-        readers_q = (unit_q * scale * up).to(OPERAND)
-        readers_k = (unit_k * up).to(OPERAND)
-        writers = (writes * down).to(OPERAND)
-
-        # Through the states.
-        tile = chunk * V * K + e[:, None] * K + d[None, :]
-        S = tl.load(states + tile)
-        from_start = tl.exp2(middle)
-        d_readers_q = _times(tl.dot(dO, S, input_precision=PRECISION), from_start)
-        d_readers_k = _times(tl.dot(D, S, input_precision=PRECISION), -from_start)
-        dS = tl.load(d_states + tile)
-        d_writers = _times(tl.dot(E, dS, input_precision=PRECISION), tl.exp2(G_end[None, :] - middle))
-        d_G_end = tl.exp2(G_end) * tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
-        d_G_end += tl.sum(d_writers * writers.to(tl.float32), 0)
-
-        # Through the pairs: between blocks, then inside each.
-        to_q, to_k, to_w = _joined(
-            D_q, D_k, readers_q, readers_k, writers, to_32, row >= 32, row // 32 != column // 32, PRECISION
-        )
-        d_readers_q += to_q
-        d_readers_k += to_k
-        d_writers += to_w
-        to_q, to_k, to_w = _joined(
-            D_q, D_k, readers_q, readers_k, writers, to_16, row // 16 % 2 == 1,
-            (row // 32 == column // 32) & (row // 16 != column // 16), PRECISION,
-        )  # fmt: skip
-        d_readers_q += to_q
-        d_readers_k += to_k
-        d_writers += to_w
-        reads = (row // 16 == column // 16) & (row > column)
-        written = (row // 16 == column // 16) & (row < column)
-        d_readers_q = tl.dot(tl.where(reads, D_q, zero), writers, d_readers_q, input_precision=PRECISION)
-        d_readers_k = tl.dot(tl.where(reads, D_k, zero), writers, d_readers_k, input_precision=PRECISION)
-        d_writers = tl.dot(tl.where(written, D_q, zero), readers_q, d_writers, input_precision=PRECISION)
-        d_writers = tl.dot(tl.where(written, D_k, zero), readers_k, d_writers, input_precision=PRECISION)
-
-        # The gate.
-        d_G = readers_q.to(tl.float32) * d_readers_q + readers_k.to(tl.float32) * d_readers_k
-        d_G -= writers.to(tl.float32) * d_writers
-        d_G = _by_block(d_G)
-        sums = tl.sum(d_G, 1)
-        later = tl.sum(sums, 0)[None, :] - tl.cumsum(sums, 0) + d_G_end[None, :]
-        d_g = tl.reshape(tl.cumsum(d_G, 1, reverse=True) + later[:, None, :], [CHUNK, BK])
-        d_logits = tl.where(inside, BOUND * slope * d_g, 0.0)
-        d_rate += tl.sum(tl.sum(d_logits * logits, 1), 0)
-        d_logits *= rate
-        tl.store(d_bias + chunk * K + d, tl.sum(d_logits, 0))
-        at = (token[:, None] * H + h) * K + d[None, :]
-        tl.store(d_z + at, d_logits.to(d_z.dtype.element_ty), mask=inside)
-
-        # A row's own pair, beta, and the norms.
-        d_unit_q = scale * (d_readers_q * up + own[:, None] * writes)
-        d_writes = d_writers * down + (scale * own)[:, None] * unit_q
-        d_unit_k = d_readers_k * up + beta[:, None] * d_writes
-        d_q_rows = q_norm[:, None] * (d_unit_q - along_q[:, None] * unit_q)
-        d_k_rows = k_norm[:, None] * (d_unit_k - along_k[:, None] * unit_k)
-        tl.store(d_q + at, d_q_rows.to(d_q.dtype.element_ty), mask=inside)
-        tl.store(d_k + at, d_k_rows.to(d_k.dtype.element_ty), mask=inside)
-    tl.store(d_A_log + chunk, d_rate)
+    # The gate.
+    d_G = (unit_q * scale * up).to(OPERAND).to(tl.float32) * d_readers_q
+    d_G += (unit_k * up).to(OPERAND).to(tl.float32) * d_readers_k
+    d_G -= (writes * down).to(OPERAND).to(tl.float32) * d_writers
+    d_g = _sums(onward, d_G, PRECISION) + d_G_end[None, :]
+    logits = rate * (_laid_out(z_rows, identity, PRECISION) + bias)
+    _, slope = _sigmoid_and_slope(logits)
+    d_logits = tl.where(inside, BOUND * slope * d_g, 0.0)
+    tl.store(d_A_log + chunk * SLICES + part, tl.sum(tl.sum(d_logits * logits, 1), 0))
+    d_logits *= rate
+    tl.store(d_bias + chunk * K + d, tl.sum(d_logits, 0))
+    tl.store(d_z + at, d_logits.to(d_z.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
 class IntraTiles:
-    """How a program walks its chunk: columns of K at a time, its warps, and slices in flight."""
+    """How a chunk is cut: columns of K a program takes, and its warps."""
 
     BK: int
     num_warps: int
-    stages: int
 
 
-INTRA_TILES = IntraTiles(BK=32, num_warps=4, stages=1)
+@functools.cache
+def _selections(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`[2, 64, 64]`: the identity, and which rows follow each row or are it."""
+    ones = torch.ones(CHUNK, CHUNK, dtype=dtype, device=device)
+    return torch.stack([torch.eye(CHUNK, dtype=dtype, device=device), ones.triu()])
+
+
+INTRA_TILES = IntraTiles(BK=32, num_warps=4)
 
 
 def intra_backward(
@@ -284,13 +371,21 @@ def intra_backward(
     V = v.shape[-1]
     d_q, d_k, d_z = (x.new_empty(T, H, K) for x in (q, k, z))
     d_b = b.new_empty(T, H)
-    d_A_log = q.new_zeros(plan.chunks, H, dtype=torch.float32)
+    slices = K // tiles.BK
+    d_A_log = q.new_zeros(plan.chunks, H, slices, dtype=torch.float32)
     d_bias = q.new_zeros(plan.chunks, H, K, dtype=torch.float32)
-    _intra_backward[(plan.chunks, H)](
-        q, k, v, z, b, o, d_o, d_v, states, d_states, errors, A_log, dt_bias,
-        d_q, d_k, d_z, d_b, d_A_log, d_bias, plan.cu_seqlens, plan.first_chunk, plan.chunk_sequence,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *z.stride()[:2], b.stride(0), scale,
-        H=H, K=K, V=V, BK=tiles.BK, CHUNK=CHUNK, BOUND=lower_bound, EPS=L2_EPS, STAGES=tiles.stages,
-        num_warps=tiles.num_warps,
+    pairs = states.new_empty(plan.chunks, H, 6, CHUNK, CHUNK)
+    rows = q.new_empty(plan.chunks, H, 5, CHUNK, dtype=torch.float32)
+    tables = plan.cu_seqlens, plan.first_chunk, plan.chunk_sequence
+    _pairs_backward[(plan.chunks, H)](
+        q, k, v, b, o, d_o, d_v, errors, d_b, pairs, rows, *tables,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], b.stride(0),
+        H=H, K=K, V=V, CHUNK=CHUNK, EPS=L2_EPS, num_warps=4,
     )  # fmt: skip
-    return InputGradients(d_q, d_k, d_z, d_b, d_A_log.sum(0), d_bias.sum(0))
+    _intra_backward[(plan.chunks * slices, H)](
+        q, k, z, b, d_o, d_v, states, d_states, errors, A_log, dt_bias,
+        pairs, rows, _selections(states.dtype, states.device), d_q, d_k, d_z, d_A_log, d_bias, *tables,
+        *q.stride()[:2], *k.stride()[:2], *z.stride()[:2], b.stride(0), scale,
+        H=H, K=K, V=V, BK=tiles.BK, CHUNK=CHUNK, BOUND=lower_bound, num_warps=tiles.num_warps,
+    )  # fmt: skip
+    return InputGradients(d_q, d_k, d_z, d_b, d_A_log.sum((0, 2)), d_bias.sum(0))
