@@ -487,3 +487,38 @@ def test_a_conversion_that_is_killed_leaves_nothing_under_its_name(tmp_path):
     with OfficialFolder.open(tmp_path / "a") as folder:
         convert_official(folder, tmp_path / "b", experts="mxfp4")
     load_official(tmp_path / "b")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("what", ["norm.weight", "A_log", "w1.weight"])
+def test_values_that_are_not_finite_are_not_loaded_converted_or_verified(tmp_path, what, value):
+    folder = saved(tmp_path / "a")
+    (folder / "checksums.json").unlink()
+    shard = shards(folder)[1]
+    tensors = load_file(shard)
+    name = next(n for n in tensors if n.endswith(what))
+    tensors[name].view(-1)[1] = value
+    save_file(tensors, shard)
+    named = rf"{shard.name}: {name} holds values that are not finite"
+    with pytest.raises(CheckpointError, match=named):
+        load_official(folder)
+    with OfficialFolder.open(folder) as opened:
+        with pytest.raises(CheckpointError, match=named):
+            verify(opened)
+        with pytest.raises(CheckpointError, match=named):
+            convert_official(opened, tmp_path / "b", experts="bf16")
+    assert not (tmp_path / "b").exists()
+
+
+def test_scales_that_are_none_are_not_copied_either(tmp_path):
+    folder = saved(tmp_path / "q", experts="mxfp4")
+    (folder / "checksums.json").unlink()
+    tensors = load_file(shards(folder)[1])
+    name = next(n for n in tensors if n.endswith("weight_scale"))
+    tensors[name][0, 0] = 255
+    save_file(tensors, shards(folder)[1])
+    with OfficialFolder.open(folder) as opened:
+        with pytest.raises(CheckpointError, match=name):
+            verify(opened)
+        with pytest.raises(CheckpointError, match=name):
+            convert_official(opened, tmp_path / "b", experts="mxfp4")

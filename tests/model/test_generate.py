@@ -90,3 +90,12 @@ def test_the_smallest_temperatures_draw_the_most_likely_token(temperature):
 def test_a_sampling_that_cannot_be_drawn_is_refused(wrong):
     with pytest.raises(InvalidInput, match=next(iter(wrong))):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_an_error_and_no_token(temperature, value):
+    logits = torch.zeros(8)
+    logits[3] = value
+    with pytest.raises(InvalidInput, match="largest logit is"):
+        draw(logits, Sampling(temperature=temperature), torch.Generator())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
 import json
 import math
@@ -259,3 +260,11 @@ def test_a_model_of_the_larger_set_is_about_twice_nano():
     config = deeper.config(deeper.groups[0], deeper.groups[0].baseline, 0).model
     assert 1.7 < count(config).total / count(preset("nano")).total < 2.5
     assert config.num_layers == 8 and config.mla_layer_numbers == (4, 8)
+
+
+def test_a_date_in_a_set_is_a_wrong_value_of_its_field(tmp_path):
+    path = tmp_path / "dated.toml"
+    table = ablation(base=base()).model_dump(exclude_none=True)
+    path.write_text(tomli_w.dumps(table | {"overrides": {"train": {"steps": datetime.date(1979, 5, 27)}}}))
+    with pytest.raises(InvalidInput, match=r"train\.steps"):
+        load_set(path)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import random
 import re
 import statistics
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -246,3 +250,49 @@ def test_no_process_outlives_an_interrupt(corpus, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_all(planned(ablation(base=base(corpus))), tmp_path, WORKERS, Impatient())
     assert [process.returncode for process in started] == [-15, -15]
+
+
+def has_ended(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's kernel")
+def test_a_run_ends_when_what_started_it_is_killed(corpus, tmp_path):
+    """Killed, so that nothing of the parent's own can end the child."""
+    runs = planned(ablation(base=base(corpus) | {"train": base()["train"] | {"steps": 100_000}}))
+    code = (
+        "import pickle, sys\n"
+        "from pathlib import Path\n"
+        "from openk3.train.ablation.runner import Workers, run_all\n"
+        "runs, folder = pickle.load(sys.stdin.buffer)\n"
+        "class Told:\n"
+        "    def begins(self, *_): pass\n"
+        "    def advanced(self, run, step): print(step, flush=True)\n"
+        "run_all(runs, folder, Workers(2, 1), Told())\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    parent.stdin.write(pickle.dumps((runs[:2], tmp_path)))
+    parent.stdin.close()
+    while int(parent.stdout.readline()) == 0:  # until both are at work
+        pass
+    children = [int(p) for p in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()]
+    assert len(children) == 2
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    until = time.monotonic() + 60
+    while not all(map(has_ended, children)) and time.monotonic() < until:
+        time.sleep(0.05)
+    left = [child for child in children if not has_ended(child)]
+    for child in left:
+        os.kill(child, 9)
+    assert not left
+
+
+def test_a_run_whose_parent_has_ended_before_it_could_ask_does_not_start():
+    command = [sys.executable, "-m", "openk3.train.ablation.child", str(os.getppid()), "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (128 + 15, "")

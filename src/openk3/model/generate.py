@@ -81,7 +81,8 @@ def generate(
         allowed: bool `[V]`, tokens that may be drawn (None: all).
 
     Raises:
-        InvalidInput: the prompt is empty or holds an id outside the vocabulary.
+        InvalidInput: the prompt is empty or holds an id outside the vocabulary, or the model's logits are no
+            numbers.
     """
     vocabulary = model.config.vocab_size
     if not prompt:
@@ -127,10 +128,17 @@ def _forward(
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token from `logits` `[V]`."""
+    """One token from `logits` `[V]`.
+
+    Raises:
+        InvalidInput: the largest is not finite; NaN counts as the largest.
+    """
     if sampling.temperature == 0:
-        return int(logits.argmax())
+        best = int(logits.argmax())
+        _check_largest(float(logits[best]))
+        return best
     ordered, ids = torch.sort(logits.double(), descending=True, stable=True)
+    _check_largest(float(ordered[0]))
     # Counted from the largest, so that no temperature, however small, makes an infinity of it.
     probabilities = torch.softmax((ordered - ordered[0]) / sampling.temperature, dim=0)
     kept = probabilities.cumsum(0) - probabilities < sampling.top_p  # the most likely token always stays
@@ -138,3 +146,10 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
         kept[sampling.top_k :] = False
     index = torch.multinomial(probabilities.masked_fill(~kept, 0), 1, generator=generator)
     return int(ids[index])
+
+
+def _check_largest(logit: float) -> None:
+    if not math.isfinite(logit):
+        raise InvalidInput(
+            f"generate: the model's largest logit is {logit}: its weights are damaged, or training diverged"
+        )

@@ -14,7 +14,7 @@ import torch
 from openk3.checkpoint.official.config_reading import weights_dtype
 from openk3.checkpoint.official.folder import PACKED, SCALE, OfficialFolder
 from openk3.checkpoint.official.layout import TensorSpec
-from openk3.checkpoint.official.load import decoded
+from openk3.checkpoint.official.load import decoded, read_numbers
 from openk3.checkpoint.official.save import companions_of, packed, with_experts, write_folder
 
 Tensor = torch.Tensor
@@ -67,7 +67,7 @@ class _Rewritten:
     def __call__(self, spec: TensorSpec) -> Tensor:
         name = spec.name
         if name in self._folder.tensors:
-            stored = self._folder.read(name)
+            stored = read_numbers(self._folder, name)
             # What the layout keeps in F32 may have come in a narrower type.
             return stored.to(torch.float32) if spec.dtype == "F32" else stored
         if name.endswith(PACKED):

@@ -15,7 +15,7 @@ from openk3.checkpoint.official.folder import PACKED, SCALE, OfficialFolder
 from openk3.checkpoint.official.layout import TensorSpec
 from openk3.errors import CheckpointError, InvalidInput
 from openk3.model import K3
-from openk3.ops.mx import decode_mxfp4
+from openk3.ops.mx import LARGEST_SCALE, decode_mxfp4
 
 Tensor = torch.Tensor
 
@@ -59,9 +59,25 @@ def text_tensors(folder: OfficialFolder, dtype: torch.dtype) -> Iterator[tuple[T
         if name.endswith(PACKED):
             yield spec, decoded(folder, name, dtype)
         elif spec.ours.endswith(".A_log"):
-            yield spec, unpadded(folder.read(name), folder, name)
+            yield spec, unpadded(read_numbers(folder, name), folder, name)
         else:
-            yield spec, folder.read(name)
+            yield spec, read_numbers(folder, name)
+
+
+def read_numbers(folder: OfficialFolder, name: str) -> Tensor:
+    """The tensor called `name` as stored, all of it numbers.
+
+    Raises:
+        CheckpointError: it holds NaN, infinity, or a scale of such values.
+    """
+    stored = folder.read(name)
+    if stored.is_floating_point():
+        wrong = not all(bool(end.isfinite()) for end in stored.aminmax())  # no copy; NaN is either end
+    else:
+        wrong = name.endswith(SCALE) and int(stored.max()) > LARGEST_SCALE
+    if wrong:
+        raise CheckpointError(f"{folder.tensors[name].file}: {name} holds values that are not finite")
+    return stored
 
 
 def decoded(folder: OfficialFolder, name: str, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ from math import prod
 
 from openk3.checkpoint.official.config_reading import weights_dtype
 from openk3.checkpoint.official.folder import PACKED, SCALE, Findings, OfficialFolder
+from openk3.checkpoint.official.load import read_numbers
 from openk3.checkpoint.official.shard import StoredTensor
 
 
@@ -81,16 +82,16 @@ def summarise(found: Findings) -> Summary:
 
 
 def verify(folder: OfficialFolder, progress: Callable[[int], None] = lambda done: None) -> None:
-    """Read every byte and compare it with the checksums, where the folder has them.
+    """Read every byte, look for what is no number, and compare with the checksums where the folder has them.
 
     Args:
         progress: called with the bytes of each tensor that was read.
 
     Raises:
-        CheckpointError: a tensor is not what was written; names it and its shard.
+        CheckpointError: a tensor is not what was written, or holds NaN or infinity; names it and its shard.
     """
     for name, stored in folder.tensors.items():
-        folder.read(name)
+        read_numbers(folder, name)
         progress(stored.bytes)
 
 

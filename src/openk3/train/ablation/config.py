@@ -161,7 +161,7 @@ def flat(overrides: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping):
             words |= flat(value, f"{prefix}{key}.")
         else:
-            words[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+            words[prefix + key] = value if isinstance(value, str) else json.dumps(value, default=str)
     return words
 
 

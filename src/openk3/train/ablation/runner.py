@@ -2,7 +2,8 @@
 
 A run that is finished is not run again, one that was interrupted goes on from its checkpoint (the trainer's
 own resume), and one that fails is told of and loses no other. Processes are those of `openk3 train`, with the
-interpreter and the package that run this. Knows nothing of what runs are compared for.
+interpreter and the package that run this, and end with it (see `child`). Knows nothing of what runs are
+compared for.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ def _start(run: Run, below: Path, slot: int, workers: Workers) -> _Child:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     if workers.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = workers.gpus[slot % len(workers.gpus)]
-    command = [sys.executable, "-m", "openk3", "train", str(recipe), "--out", str(folder)]
+    command = [sys.executable, "-m", "openk3.train.ablation.child", str(os.getpid())]
+    command += ["train", str(recipe), "--out", str(folder)]
     with storage_errors(folder), (folder / "log.txt").open("ab") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
