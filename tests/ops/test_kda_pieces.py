@@ -60,7 +60,7 @@ def test_a_card_is_filled_where_heads_are_few_and_sequences_long():
     long = plan_chunks(torch.tensor([0, 65536], dtype=torch.int32), 65536)
     pieces = pieces_that_fill(long, heads=12, V=128, processors=132)
     assert pieces is not None
-    assert 100 <= int(pieces.first_piece[-1]) * 12 * 2 <= 132
+    assert 200 <= int(pieces.first_piece[-1]) * 12 * 2 <= 264
     assert pieces_that_fill(long, heads=96, V=128, processors=132) is None
     short = plan_chunks(torch.tensor([0, 1024], dtype=torch.int32), 1024)
     assert pieces_that_fill(short, heads=2, V=128, processors=132) is None

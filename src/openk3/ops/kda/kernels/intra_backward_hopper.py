@@ -31,14 +31,18 @@ from openk3.ops.kda.kernels.prepare import L2_EPS
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 CHUNK = gl.constexpr(64)
-GROUP = gl.constexpr(16)  # rows of a channel that one thread holds: half a tile
 K = gl.constexpr(128)
+WARPS = gl.constexpr(8)
+# Rows of a channel that one thread holds, and how many such groups a chunk has.
+GROUP = gl.constexpr(16)
+COUNT = gl.constexpr(4)
 
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 ROWS = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 2], [1, 0]))  # [64, 128]
 GROUPS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 2], [2, 1, 0]))  # [4, 16, 128]
-TOTALS = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 2], [1, 0]))  # [4, 128], one a group
+SUMS = gl.constexpr(gl.SliceLayout(1, GROUPS))  # [4, 128], by group and channel
+CHANNELS = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [1, 8], [1, 0]))  # all groups in a thread
 ROW = gl.constexpr(gl.SliceLayout(1, ROWS))
 WIDE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 64, 16]))
 SQUARE = gl.constexpr(
@@ -67,7 +71,7 @@ def _reciprocal(x):
 
 @gluon.jit
 def _groups(x):
-    return gl.convert_layout(gl.reshape(x, [4, GROUP, K]), GROUPS)
+    return gl.convert_layout(gl.reshape(x, [COUNT, GROUP, K]), GROUPS)
 
 
 @gluon.jit
@@ -86,12 +90,16 @@ def _copy(buffer, x, rows, stride, ROWS_OF: gl.constexpr):
 
 
 @gluon.jit
-def _row_dots(x, buffer, rows, stride):
-    """`[64]`: products of rows in memory and in shared memory, summed."""
+def _load_rows(x, rows, stride):
     i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, COPY))
     d = gl.arange(0, K, layout=gl.SliceLayout(0, COPY))
-    other = gl.load(x + i[:, None] * stride + d[None, :], mask=(i < rows)[:, None], other=0.0)
-    return gl.sum(other.to(gl.float32) * buffer.load(COPY).to(gl.float32), 1)
+    return gl.load(x + i[:, None] * stride + d[None, :], mask=(i < rows)[:, None], other=0.0)
+
+
+@gluon.jit
+def _row_dots(x, buffer):
+    """`[64]`: products of rows with those in shared memory, summed."""
+    return gl.sum(x.to(gl.float32) * buffer.load(COPY).to(gl.float32), 1)
 
 
 @gluon.jit
@@ -115,7 +123,7 @@ def _first_product(left, right, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr):
 def _per_row(buffer):
     """`[64]` in shared memory beside every channel of its row."""
     values = gl.expand_dims(buffer.load(ROW), 1)
-    return gl.convert_layout(gl.reshape(values, [4, GROUP, 1]), GROUPS)
+    return gl.convert_layout(gl.reshape(values, [COUNT, GROUP, 1]), GROUPS)
 
 
 @gluon.jit
@@ -154,15 +162,9 @@ def _to_end(anchor_0, anchor_1, total):
 
 
 @gluon.jit
-def _unit(x, offset, inside, norms):
-    """Normalised rows, from memory again: their tile has become an operand."""
-    return gl.load(x + offset, mask=inside, other=0.0).to(gl.float32) * _per_row(norms)
-
-
-@gluon.jit
-def _flat(x):
-    """`[1, 1, 128]` as `[128]`."""
-    return gl.reshape(x, [K])
+def _unit(tile, norms):
+    """Normalised rows of raw ones."""
+    return _groups(tile.load(ROWS).to(gl.float32)) * _per_row(norms)
 
 
 @gluon.jit
@@ -210,18 +212,25 @@ def _intra_backward_hopper(
     _copy(z_tile, z, rows, stride_zt, CHUNK)
     async_copy.commit_group()
 
-    # The gradients to pairs, and sums over K.
+    o_rows = _load_rows(o + at, rows, H * K)
+    v_rows = _load_rows(v, rows, stride_vt)
+    t = gl.arange(0, CHUNK, layout=VECTOR)
+    beta_logits = gl.load(b + t * stride_b, mask=t < rows, other=0.0).to(gl.float32)
+
+    # Through the entering state, the gradients to pairs, and sums over K.
     async_copy.wait_group(1)
     fence_async_shared()
     dA = _first_product(dO_tile, E_tile.permute((1, 0)), SQUARE, CHUNK)
     dL = _first_product(D_tile, E_tile.permute((1, 0)), SQUARE, CHUNK)
+    y_q = _first_product(dO_tile, S_tile, WIDE, K)
+    y_k = _first_product(D_tile, S_tile, WIDE, K)
     along_q = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
     along_v = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
-    along_q.store(_row_dots(o + at, dO_tile, rows, H * K))
-    along_v.store(_row_dots(v, D_tile, rows, stride_vt))
+    along_q.store(_row_dots(o_rows, dO_tile))
+    along_v.store(_row_dots(v_rows, D_tile))
     S_dS = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     S_dS.store(gl.sum(S_tile.load(COPY).to(gl.float32) * dS_tile.load(COPY).to(gl.float32), 0))
-    dA, dL = warpgroup_mma_wait(0, deps=(dA, dL))
+    dA, dL, y_q, y_k = warpgroup_mma_wait(0, deps=(dA, dL, y_q, y_k))
     i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, SQUARE))[:, None]
     j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, SQUARE))[None, :]
     own_pair = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
@@ -245,16 +254,14 @@ def _intra_backward_hopper(
     betas = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
     q_norms.store(_inverse_norms(q_tile, EPS))
     k_norms.store(_inverse_norms(k_tile, EPS))
-    t = gl.arange(0, CHUNK, layout=VECTOR)
-    logits = gl.load(b + t * stride_b, mask=t < rows, other=0.0).to(gl.float32)
-    beta = _reciprocal(1.0 + _exp2(-LOG2_E * logits))
+    beta = _reciprocal(1.0 + _exp2(-LOG2_E * beta_logits))
     betas.store(beta)
     gl.store(
         d_b + start * H + h + t * H,
         ((1.0 - beta) * along_w.load(VECTOR)).to(d_b.dtype.element_ty),
         mask=t < rows,
     )
-    group = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))
+    group = gl.arange(0, COUNT, layout=gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))
     group = gl.expand_dims(gl.expand_dims(group, 1), 2)
     row = gl.arange(0, GROUP, layout=gl.SliceLayout(1, gl.SliceLayout(0, GROUPS)))
     row = group * GROUP + gl.expand_dims(gl.expand_dims(row, 1), 0)
@@ -267,49 +274,53 @@ def _intra_backward_hopper(
     u = rate * (_groups(z_tile.load(ROWS).to(gl.float32)) + bias)
     a = (BOUND * LOG2_E) * _reciprocal(1.0 + _exp2(-LOG2_E * u))
     a = gl.where(inside, a, 0.0)
-    sums = gl.allocate_shared_memory(gl.float32, [4, K], TABLE)
-    sums.store(gl.convert_layout(gl.sum(a, 1), TOTALS))
-    Gc = gl.associative_scan(a, 1, _add)
-    s0 = _per_channel(sums.reshape((4 * K,)).slice(0, K))
-    s1 = _per_channel(sums.reshape((4 * K,)).slice(K, K))
-    s2 = _per_channel(sums.reshape((4 * K,)).slice(2 * K, K))
-    s3 = _per_channel(sums.reshape((4 * K,)).slice(3 * K, K))
-    first_tile, G_end = s0 + s1, s0 + s1 + s2 + s3
-    third = first_tile + s2
-    Gc += gl.where(group == 0, 0.0, gl.where(group == 1, s0, gl.where(group == 2, first_tile, third)))
-    M_0 = gl.floor(0.5 * first_tile)
-    M_1 = gl.floor(first_tile + 0.5 * (s2 + s3))
-    up = _exp2(Gc - gl.where(group < 2, M_0, M_1))
+    sums = gl.allocate_shared_memory(gl.float32, [COUNT, K], TABLE)
     anchor_0 = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     anchor_1 = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     total = gl.allocate_shared_memory(gl.float32, [K], FLAT)
-    anchor_0.store(_flat(M_0))
-    anchor_1.store(_flat(M_1))
-    total.store(_flat(G_end))
-    # Operands of the pairs, over the raw rows.
-    left_q = q_tile
-    left_k = k_tile
-    right = z_tile
-    unit_q = _groups(q_tile.load(ROWS).to(gl.float32)) * _per_row(q_norms)
-    unit_k = _groups(k_tile.load(ROWS).to(gl.float32)) * _per_row(k_norms)
-    left_q.store(_rows((unit_q * (scale * up)).to(gl.bfloat16)))
-    left_k.store(_rows((unit_k * up).to(gl.bfloat16)))
-    right.store(_rows((unit_k * _per_row(betas) * _reciprocal(up)).to(gl.bfloat16)))
+    sums.store(gl.sum(a, 1))
+    by_group = sums.load(CHANNELS)
+    of = gl.arange(0, COUNT, layout=gl.SliceLayout(1, CHANNELS))[:, None]
+    first_tile = gl.sum(gl.where(of < COUNT // 2, by_group, 0.0), 0)
+    both_tiles = gl.sum(by_group, 0)
+    anchor_0.store(gl.floor(0.5 * first_tile))
+    anchor_1.store(gl.floor(0.5 * (first_tile + both_tiles)))
+    total.store(both_tiles)
+    sums.store(gl.associative_scan(by_group, 0, _add) - by_group)
+    Gc = gl.associative_scan(a, 1, _add) + gl.expand_dims(sums.load(SUMS), 1)
+    M = gl.where(group < COUNT // 2, _per_channel(anchor_0), _per_channel(anchor_1))
+    up = _exp2(Gc - M)
+    # Operands of the pairs.
+    right = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
+    left_q = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
+    left_k = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
+    unit = _unit(k_tile, k_norms)
+    left_k.store(_rows((unit * up).to(gl.bfloat16)))
+    right.store(_rows((unit * _per_row(betas) * _reciprocal(up)).to(gl.bfloat16)))
+    left_q.store(_rows((_unit(q_tile, q_norms) * (scale * up)).to(gl.bfloat16)))
     fence_async_shared()
 
     # To q.
-    y = _first_product(dO_tile, S_tile, WIDE, K)
     across = _first_product(dA_across, right, WIDE, K)
-    y, across = warpgroup_mma_wait(0, deps=(y, across))
-    y = _product(dA_own, right, y * _from_start(anchor_0, anchor_1) + across * _between(anchor_0, anchor_1))
-    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y,)), ROWS))
-    writes = _unit(k, row * stride_kt + channel, inside, k_norms) * _per_row(betas)
-    d_unit = scale * (up * y + _per_row(own_pair) * writes)
+    across = warpgroup_mma_wait(0, deps=(across,))
+    y_q = y_q * _from_start(anchor_0, anchor_1) + across * _between(anchor_0, anchor_1)
+    y_q = _product(dA_own, right, y_q)
+    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y_q,)), ROWS))
     d_G = _groups(left_q.load(ROWS).to(gl.float32)) * y
+    writes = _unit(k_tile, k_norms) * _per_row(betas)
+    d_unit = scale * (up * y + _per_row(own_pair) * writes)
     out = at + row * (H * K) + channel
-    unit_q = _unit(q, row * stride_qt + channel, inside, q_norms)
-    d_rows = _per_row(q_norms) * (d_unit - _per_row(along_q) * unit_q)
+    d_rows = _per_row(q_norms) * (d_unit - _per_row(along_q) * _unit(q_tile, q_norms))
     gl.store(d_q + out, d_rows.to(d_q.dtype.element_ty), mask=inside)
+
+    # To k as a reader.
+    across = _first_product(dL_across, right, WIDE, K)
+    across = warpgroup_mma_wait(0, deps=(across,))
+    y_k = across * _between(anchor_0, anchor_1) - y_k * _from_start(anchor_0, anchor_1)
+    y_k = _product(dL_own, right, y_k)
+    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y_k,)), ROWS))
+    d_G += _groups(left_k.load(ROWS).to(gl.float32)) * y
+    d_unit = up * y
 
     # To w = beta k.
     y = _first_product(E_tile, dS_tile, WIDE, K)
@@ -322,33 +333,22 @@ def _intra_backward_hopper(
     y = _product(dA_own.permute((1, 0)), left_q, y + across * _between(anchor_0, anchor_1))
     y = _product(dL_own.permute((1, 0)), left_k, y)
     y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y,)), ROWS))
-    unit_q = _unit(q, row * stride_qt + channel, inside, q_norms)
-    d_writes = _reciprocal(up) * y + (scale * _per_row(own_pair)) * unit_q
     d_G -= _groups(right.load(ROWS).to(gl.float32)) * y
-
-    # To k.
-    y = _first_product(D_tile, S_tile, WIDE, K)
-    across = _first_product(dL_across, right, WIDE, K)
-    y, across = warpgroup_mma_wait(0, deps=(y, across))
-    y = _product(dL_own, right, across * _between(anchor_0, anchor_1) - y * _from_start(anchor_0, anchor_1))
-    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y,)), ROWS))
-    d_unit = up * y + _per_row(betas) * d_writes
-    d_G += _groups(left_k.load(ROWS).to(gl.float32)) * y
+    d_writes = _reciprocal(up) * y + (scale * _per_row(own_pair)) * _unit(q_tile, q_norms)
+    d_unit += _per_row(betas) * d_writes
     along_k = 2.0 * _per_row(along_w) - _per_row(along_v)
-    d_rows = _per_row(k_norms) * (d_unit - along_k * _unit(k, row * stride_kt + channel, inside, k_norms))
+    d_rows = _per_row(k_norms) * (d_unit - along_k * _unit(k_tile, k_norms))
     gl.store(d_k + out, d_rows.to(d_k.dtype.element_ty), mask=inside)
 
     # To the gate: what spans a row is behind it and not before it.
     group_sum = gl.sum(d_G, 1)
-    sums.store(gl.convert_layout(group_sum, TOTALS))
+    sums.store(group_sum)
+    by_group = sums.load(CHANNELS)
+    sums.store(gl.expand_dims(gl.sum(by_group, 0), 0) - gl.associative_scan(by_group, 0, _add))
     d_g = gl.expand_dims(group_sum, 1) - gl.associative_scan(d_G, 1, _add) + d_G
-    s1 = _per_channel(sums.reshape((4 * K,)).slice(K, K))
-    s2 = _per_channel(sums.reshape((4 * K,)).slice(2 * K, K))
-    s3 = _per_channel(sums.reshape((4 * K,)).slice(3 * K, K))
-    d_g += gl.where(group == 0, s1 + s2 + s3, gl.where(group == 1, s2 + s3, gl.where(group == 2, s3, 0.0)))
+    d_g += gl.expand_dims(sums.load(SUMS), 1)
     d_g += _exp2(_per_channel(total)) * _per_channel(S_dS) + _per_channel(to_S_writes)
-    logits = gl.load(z + row * stride_zt + channel, mask=inside, other=0.0).to(gl.float32)
-    u = rate * (logits + bias)
+    u = rate * (_groups(z_tile.load(ROWS).to(gl.float32)) + bias)
     e = _exp2(-LOG2_E * u)
     gate = _reciprocal(1.0 + e)
     slope = gate * gl.where(e < 1.0, e * gate, 1.0 - gate)
@@ -357,10 +357,9 @@ def _intra_backward_hopper(
     gl.store(d_z + out, d_logits.to(d_z.dtype.element_ty), mask=inside)
     u = gl.minimum(gl.maximum(u, -1e30), 1e30)
     gl.store(d_A_log + chunk, gl.sum(gl.sum(gl.sum(d_u * u, 1), 1), 0))
-    sums.store(gl.convert_layout(gl.sum(d_logits, 1), TOTALS))
-    BY_CHANNEL: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 8], [1, 0])
-    d = gl.arange(0, K, layout=gl.SliceLayout(0, BY_CHANNEL))
-    gl.store(d_bias + chunk * K + d, gl.sum(sums.load(BY_CHANNEL), 0))
+    sums.store(gl.sum(d_logits, 1))
+    d = gl.arange(0, K, layout=gl.SliceLayout(0, CHANNELS))
+    gl.store(d_bias + chunk * K + d, gl.sum(sums.load(CHANNELS), 0))
 
 
 def intra_backward_hopper(
@@ -391,6 +390,6 @@ def intra_backward_hopper(
         q, k, v, z, b, o, d_o, d_v, states, d_states, errors, A_log, dt_bias,
         d_q, d_k, d_z, d_b, d_A_log, d_bias, plan.cu_seqlens, plan.first_chunk, plan.chunk_sequence, scale,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *z.stride()[:2], b.stride(0),
-        H=H, BOUND=lower_bound, EPS=L2_EPS, num_warps=8,
+        H=H, BOUND=lower_bound, EPS=L2_EPS, num_warps=WARPS.value,
     )  # fmt: skip
     return InputGradients(d_q, d_k, d_z, d_b, d_A_log.sum(0), d_bias.sum(0))

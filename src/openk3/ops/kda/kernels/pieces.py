@@ -31,14 +31,15 @@ def cut_pieces(plan: ChunkPlan, length: int) -> Pieces:
 
 
 def pieces_that_fill(plan: ChunkPlan, heads: int, V: int, processors: int) -> Pieces | None:
-    """Pieces for a card of `processors`, or None where whole sequences occupy half of it or are short.
+    """Pieces for two waves over `processors`, or None where whole sequences occupy half of them or are short.
 
     Decides from what the host knows: the number of sequences and the bound on chunks.
     """
     programs = heads * max(1, V // 64)
     if 2 * plan.sequences * programs > processors or plan.chunks < 2 * SHORTEST * plan.sequences:
         return None
-    return cut_pieces(plan, max(SHORTEST, -(-plan.chunks // (processors // programs))))
+    waves = 2 * processors // programs
+    return cut_pieces(plan, max(SHORTEST, -(-plan.chunks // waves)))
 
 
 def fragments(
