@@ -140,3 +140,29 @@ def test_gradients_equal_those_of_the_recurrence(gate):
     actual = by_the_kernels(inputs, lengths, -5.0, d_o, d_final, expected["o"])
     errors = {name: relative_error(x, expected[name]) for name, x in actual.items()}
     assert max(errors.values()) < 1e-4, errors
+
+
+def test_small_gradients_are_as_exact_as_large_ones():
+    """The loss's scale may make them tiny; at the bound, exponents inside a block are largest."""
+    lengths = [40]
+    inputs = draw(lengths, 12.0)
+    d_o, d_final = torch.randn_like(inputs["v"]), torch.randn_like(inputs["initial_state"])
+    expected = by_the_recurrence(inputs, lengths, -5.0, 1e-12 * d_o, 1e-12 * d_final)
+    actual = by_the_kernels(inputs, lengths, -5.0, 1e-12 * d_o, 1e-12 * d_final, expected["o"])
+    errors = {name: relative_error(x, expected[name]) for name, x in actual.items()}
+    assert max(errors.values()) < 1e-4, errors
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # Triton interpreted by NumPy
+def test_a_gate_that_is_all_or_nothing_has_no_gradient_and_spoils_no_other():
+    lengths = [40]
+    inputs = draw(lengths, 0.0)
+    inputs["A_log"] = torch.full_like(inputs["A_log"], 90.0)
+    d_o = torch.randn_like(inputs["v"])
+    nothing = torch.zeros_like(inputs["initial_state"])
+    expected = by_the_recurrence(inputs, lengths, -5.0, d_o, nothing)
+    actual = by_the_kernels(inputs, lengths, -5.0, d_o, None, expected["o"])
+    for name in ("z", "A_log", "dt_bias"):
+        assert torch.equal(actual.pop(name), torch.zeros_like(inputs[name], dtype=torch.float32))
+    errors = {name: relative_error(x, expected[name]) for name, x in actual.items()}
+    assert max(errors.values()) < 1e-4, errors

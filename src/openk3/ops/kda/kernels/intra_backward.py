@@ -200,7 +200,9 @@ def _intra_backward(
     inside = valid[:, None]
     chunk = c * H + h
     square = row * CHUNK + column
-    identity, onward = tl.load(selections + square), tl.load(selections + square + CHUNK * CHUNK)
+    selections += square
+    identity, onward = tl.load(selections), tl.load(selections + CHUNK * CHUNK)
+    before = tl.load(selections + 2 * CHUNK * CHUNK)
     pairs += chunk * (6 * CHUNK * CHUNK) + square
 
     z += start * stride_zt + h * stride_zh
@@ -212,7 +214,7 @@ def _intra_backward(
     tile = chunk * V * K + e[:, None] * K + d[None, :]
     S = tl.load(states + tile)
     dS = tl.load(d_states + tile)
-    d_G_end = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
+    S_dS = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
     bias = tl.load(dt_bias + h * K + d).to(tl.float32)[None, :]
     rate = tl.exp(tl.minimum(tl.load(A_log + h).to(tl.float32), 60.0))
     rows += chunk * (5 * CHUNK) + row
@@ -247,27 +249,16 @@ def _intra_backward(
     readers_k = (unit_k * up).to(OPERAND)
     writers = (unit_k * beta * tl.exp2(-G)).to(OPERAND)
 
-    # Through the states.
-    values = (start * H + h) * V + row * (H * V) + e[None, :]
-    dO = tl.load(d_o + values, mask=inside, other=0.0)
-    D = tl.load(d_v + values, mask=inside, other=0.0)
-    E = tl.load(errors + chunk * CHUNK * V + row * V + e[None, :])
-    from_start = tl.exp2(middle)
-    d_readers_q = _times(tl.dot(dO, S, input_precision=PRECISION), from_start)
-    d_readers_k = _times(tl.dot(D, S, input_precision=PRECISION), -from_start)
-    d_writers = _times(tl.dot(E, dS, input_precision=PRECISION), tl.exp2(G_end[None, :] - middle))
-    d_G_end = tl.exp2(G_end) * d_G_end + tl.sum(d_writers * writers.to(tl.float32), 0)
-
     # Through the pairs: between blocks, then inside each.
     D_q, D_k = tl.load(pairs), tl.load(pairs + CHUNK * CHUNK)
     factor = tl.exp2(-tl.abs(middle - tl.floor(end_1)[None, :]))
     read, write = tl.where(upper, factor, 0.0), tl.where(upper, 0.0, factor)
     from_w = _scaled(writers, write)
-    d_readers_q += _times(tl.dot(D_q, from_w, input_precision=PRECISION), read)
-    d_readers_k += _times(tl.dot(D_k, from_w, input_precision=PRECISION), read)
+    d_readers_q = _times(tl.dot(D_q, from_w, input_precision=PRECISION), read)
+    d_readers_k = _times(tl.dot(D_k, from_w, input_precision=PRECISION), read)
     to_w = tl.dot(tl.trans(D_q), _scaled(readers_q, read), input_precision=PRECISION)
     to_w = tl.dot(tl.trans(D_k), _scaled(readers_k, read), to_w, input_precision=PRECISION)
-    d_writers += _times(to_w, write)
+    d_writers = _times(to_w, write)
     D_q, D_k = tl.load(pairs + 2 * CHUNK * CHUNK), tl.load(pairs + 3 * CHUNK * CHUNK)
     factor = tl.where(upper, end_2[None, :], end_0[None, :])
     factor = tl.exp2(-tl.abs(middle - tl.floor(factor)))
@@ -283,6 +274,20 @@ def _intra_backward(
     d_readers_k = tl.dot(D_k, writers, d_readers_k, input_precision=PRECISION)
     d_writers = tl.dot(tl.trans(D_q), readers_q, d_writers, input_precision=PRECISION)
     d_writers = tl.dot(tl.trans(D_k), readers_k, d_writers, input_precision=PRECISION)
+    d_G = -writers.to(tl.float32) * d_writers
+
+    # Through the states. A row's write into the leaving state spans the rows after it: summed as such, as the
+    # last row's, which spans none, may be far larger than all that do.
+    values = (start * H + h) * V + row * (H * V) + e[None, :]
+    dO = tl.load(d_o + values, mask=inside, other=0.0)
+    D = tl.load(d_v + values, mask=inside, other=0.0)
+    E = tl.load(errors + chunk * CHUNK * V + row * V + e[None, :])
+    from_start = tl.exp2(middle)
+    d_readers_q += _times(tl.dot(dO, S, input_precision=PRECISION), from_start)
+    d_readers_k -= _times(tl.dot(D, S, input_precision=PRECISION), from_start)
+    to_end = _times(tl.dot(E, dS, input_precision=PRECISION), tl.exp2(G_end[None, :] - middle))
+    d_g = _sums(before, writers.to(tl.float32) * to_end, PRECISION) + (tl.exp2(G_end) * S_dS)[None, :]
+    d_writers += to_end
 
     # A row's own pair, beta, and the norms. The barrier parts these loads from the first ones: what is read
     # again from the cache need not stay in registers.
@@ -304,10 +309,9 @@ def _intra_backward(
     tl.store(d_k + at, d_rows.to(d_k.dtype.element_ty), mask=inside)
 
     # The gate.
-    d_G = (unit_q * scale * up).to(OPERAND).to(tl.float32) * d_readers_q
+    d_G += (unit_q * scale * up).to(OPERAND).to(tl.float32) * d_readers_q
     d_G += (unit_k * up).to(OPERAND).to(tl.float32) * d_readers_k
-    d_G -= (writes * down).to(OPERAND).to(tl.float32) * d_writers
-    d_g = _sums(onward, d_G, PRECISION) + d_G_end[None, :]
+    d_g += _sums(onward, d_G, PRECISION)
     logits = rate * (_laid_out(z_rows, identity, PRECISION) + bias)
     _, slope = _sigmoid_and_slope(logits)
     d_logits = tl.where(inside, BOUND * slope * d_g, 0.0)
@@ -327,9 +331,9 @@ class IntraTiles:
 
 @functools.cache
 def _selections(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[2, 64, 64]`: the identity, and which rows follow each row or are it."""
+    """`[3, 64, 64]`: for each row itself, itself and those after it, those before it."""
     ones = torch.ones(CHUNK, CHUNK, dtype=dtype, device=device)
-    return torch.stack([torch.eye(CHUNK, dtype=dtype, device=device), ones.triu()])
+    return torch.stack([ones.triu().tril(), ones.triu(), ones.tril(-1)])
 
 
 INTRA_TILES = IntraTiles(BK=32, num_warps=4)
