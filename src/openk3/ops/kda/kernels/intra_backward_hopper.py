@@ -10,6 +10,9 @@ Pairs of one tile multiply these as they are. For those between the tiles, whose
 factor 2^(M_1 - M_0) belongs to the channel and not to the rows, so that it is taken out of the product. Being
 powers of two, the factors leave each pair's share in the gate's gradient the same number at its reader and at
 its writer: the reverse sum over rows cancels pairs that do not span a row to fp32 rounding.
+
+Where gates lie at their bound, operands use up the exponents of fp32, and small gradients times small operands
+would vanish. So gradients to pairs are brought to one size by a power of two for each chunk.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -77,6 +80,21 @@ def _groups(x):
 @gluon.jit
 def _rows(x):
     return gl.convert_layout(gl.reshape(x, [CHUNK, K]), ROWS)
+
+
+@gluon.jit
+def _largest(x, y):
+    return gl.maximum(x, y)
+
+
+@gluon.jit
+def _power_of_two(x):
+    """What brings the largest element of `[64, 64]`, not negative, to between 16 and 32, and its inverse."""
+    largest = gl.reduce(gl.reduce(x, 1, _largest), 0, _largest)
+    exponent = (largest.to(gl.int32, bitcast=True) >> 23) & 255
+    exponent = gl.minimum(gl.maximum(exponent, 32), 222)
+    scale = ((258 - exponent) << 23).to(gl.float32, bitcast=True)
+    return scale, ((exponent - 4) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -237,6 +255,9 @@ def _intra_backward_hopper(
     along_w = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
     own_pair.store(gl.sum(gl.where(i == j, dA, 0.0), 1))
     along_w.store(gl.sum(gl.where(i == j, dL, 0.0), 1))
+    up_scale, down_scale = _power_of_two(gl.maximum(gl.abs(dA), gl.abs(dL)))
+    dA *= up_scale
+    dL *= -up_scale
     same, later = (i // 32 == j // 32) & (i > j), i // 32 > j // 32
     dA_own = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], PAIRS)
     dA_across = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], PAIRS)
@@ -244,8 +265,8 @@ def _intra_backward_hopper(
     dL_across = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], PAIRS)
     dA_own.store(gl.where(same, dA, 0.0).to(gl.bfloat16))
     dA_across.store(gl.where(later, dA, 0.0).to(gl.bfloat16))
-    dL_own.store(gl.where(same, 0.0 - dL, 0.0).to(gl.bfloat16))
-    dL_across.store(gl.where(later, 0.0 - dL, 0.0).to(gl.bfloat16))
+    dL_own.store(gl.where(same, dL, 0.0).to(gl.bfloat16))
+    dL_across.store(gl.where(later, dL, 0.0).to(gl.bfloat16))
 
     # Gate, anchors, norms.
     async_copy.wait_group(0)
@@ -303,9 +324,9 @@ def _intra_backward_hopper(
     # To q.
     across = _first_product(dA_across, right, WIDE, K)
     across = warpgroup_mma_wait(0, deps=(across,))
-    y_q = y_q * _from_start(anchor_0, anchor_1) + across * _between(anchor_0, anchor_1)
+    y_q = y_q * (up_scale * _from_start(anchor_0, anchor_1)) + across * _between(anchor_0, anchor_1)
     y_q = _product(dA_own, right, y_q)
-    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y_q,)), ROWS))
+    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y_q,)) * down_scale, ROWS))
     d_G = _groups(left_q.load(ROWS).to(gl.float32)) * y
     writes = _unit(k_tile, k_norms) * _per_row(betas)
     d_unit = scale * (up * y + _per_row(own_pair) * writes)
@@ -316,9 +337,9 @@ def _intra_backward_hopper(
     # To k as a reader.
     across = _first_product(dL_across, right, WIDE, K)
     across = warpgroup_mma_wait(0, deps=(across,))
-    y_k = across * _between(anchor_0, anchor_1) - y_k * _from_start(anchor_0, anchor_1)
+    y_k = across * _between(anchor_0, anchor_1) - y_k * (up_scale * _from_start(anchor_0, anchor_1))
     y_k = _product(dL_own, right, y_k)
-    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y_k,)), ROWS))
+    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y_k,)) * down_scale, ROWS))
     d_G += _groups(left_k.load(ROWS).to(gl.float32)) * y
     d_unit = up * y
 
@@ -330,9 +351,9 @@ def _intra_backward_hopper(
     y *= _to_end(anchor_0, anchor_1, total)
     to_S_writes = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     to_S_writes.store(gl.sum(right.load(WIDE).to(gl.float32) * y, 0))
-    y = _product(dA_own.permute((1, 0)), left_q, y + across * _between(anchor_0, anchor_1))
+    y = _product(dA_own.permute((1, 0)), left_q, y * up_scale + across * _between(anchor_0, anchor_1))
     y = _product(dL_own.permute((1, 0)), left_k, y)
-    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y,)), ROWS))
+    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y,)) * down_scale, ROWS))
     d_G -= _groups(right.load(ROWS).to(gl.float32)) * y
     d_writes = _reciprocal(up) * y + (scale * _per_row(own_pair)) * _unit(q_tile, q_norms)
     d_unit += _per_row(betas) * d_writes
