@@ -49,7 +49,7 @@ def fragments(
     _, H, V = v.shape
     K = prepared.kd.shape[-1]
     both = v.new_empty(len(pieces.piece_sequence), H, V + K, K, dtype=torch.float32)
-    tiles = ScanTiles(BV=128, num_warps=8, stages=2) if hopper else scan_tiles(V)
+    tiles = ScanTiles(BV=128, num_warps=8, stages=2) if hopper else scan_tiles(v)
     nothing = Scanned(v.new_empty(0, H, V), both, None, None, None)
     launch(v, prepared, plan, None, nothing, tiles, hopper, pieces, fragments=True)
     return both
