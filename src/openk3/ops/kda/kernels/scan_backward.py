@@ -19,7 +19,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from openk3.ops.kda.kernels.plan import CHUNK, ChunkPlan
-from openk3.ops.kda.kernels.prepare import Prepared
+from openk3.ops.kda.kernels.prepare import Prepared, on_hopper
 
 
 @triton.jit
@@ -73,6 +73,11 @@ def scan_backward_tiles(V: int) -> ScanBackwardTiles:
     return ScanBackwardTiles(BV=V, num_warps=V // 16, stages=2)
 
 
+def hopper_tiles(programs: int) -> ScanBackwardTiles:
+    """For V = 128 and `programs` sequences times heads: whole heads, or halves where those leave SMs idle."""
+    return ScanBackwardTiles(128, 8, 2) if programs > 66 else ScanBackwardTiles(64, 4, 3)
+
+
 def scan_backward(
     d_o: torch.Tensor,
     prepared: Prepared,
@@ -80,6 +85,7 @@ def scan_backward(
     d_final_state: torch.Tensor | None,
     *,
     tiles: ScanBackwardTiles | None = None,
+    hopper: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Takes the gradient of the states back through prepared chunks.
 
@@ -87,21 +93,40 @@ def scan_backward(
         d_o: gradient to the outputs, `[T, H, V]` contiguous, in the operands' dtype.
         prepared: the chunks that the forward scan went through.
         d_final_state: `[N, H, V, K]` fp32 contiguous, or None for zero.
+        hopper: which of the two kernels; by default Hopper's where it fits (bf16, K = V = 128, sm_90).
 
     Returns:
         d_v `[T, H, V]` in d_o's dtype; the gradient to the state that leaves each chunk, `[NC, H, V, K]` in
         the operands' dtype; d_initial_state `[N, H, V, K]` fp32.
     """
-    _, H, V = d_o.shape
+    T, H, V = d_o.shape
     N, K = plan.sequences, prepared.kd.shape[-1]
-    tiles = tiles or scan_backward_tiles(V)
+    if hopper is None:  # its copies need a token at least
+        hopper = d_o.dtype == torch.bfloat16 and K == V == 128 and T > 0 and on_hopper(d_o)
+    tiles = tiles or (hopper_tiles(N * H) if hopper else scan_backward_tiles(V))
     d_v = torch.empty_like(d_o)
     d_states = prepared.kd.new_empty(plan.chunks, H, V, K)
     d_initial_state = d_o.new_empty(N, H, V, K, dtype=torch.float32)
-    _scan_backward[(V // tiles.BV, H, N)](
-        d_o, prepared.qd, prepared.kd, prepared.ke, prepared.inverse, prepared.attention, prepared.decay,
-        d_final_state, d_v, d_states, d_initial_state, plan.cu_seqlens, plan.first_chunk,
-        H=H, K=K, V=V, BV=tiles.BV, CHUNK=CHUNK, FINAL=d_final_state is not None, STAGES=tiles.stages,
-        num_warps=tiles.num_warps,
-    )  # fmt: skip
+    grid = V // tiles.BV, H, N
+    p = prepared
+    outputs = d_v, d_states, d_initial_state, plan.cu_seqlens, plan.first_chunk
+    flags = {"FINAL": d_final_state is not None, "STAGES": tiles.stages, "num_warps": tiles.num_warps}
+    if hopper:
+        from openk3.ops.kda.kernels.scan_backward_hopper import (
+            decay_descriptor,
+            scan_backward_hopper,
+            token_descriptor,
+        )
+        from openk3.ops.kda.kernels.scan_hopper import descriptor
+
+        tiles_of = (descriptor(x) for x in (p.qd, p.kd, p.ke, p.inverse, p.attention))
+        scan_backward_hopper[grid](
+            d_o, token_descriptor(d_o, tiles.BV), *tiles_of, decay_descriptor(p.decay), d_final_state,
+            *outputs, H=H, V=V, BV=tiles.BV, **flags,
+        )  # fmt: skip
+    else:
+        _scan_backward[grid](
+            d_o, p.qd, p.kd, p.ke, p.inverse, p.attention, p.decay, d_final_state, *outputs,
+            H=H, K=K, V=V, BV=tiles.BV, CHUNK=CHUNK, **flags,
+        )  # fmt: skip
     return d_v, d_states, d_initial_state
