@@ -69,8 +69,9 @@ class SecondSlice(LocalContext):
     def rows_before(self, x, cu_seqlens, rows, kept):
         return self._of_first_sequence(len(cu_seqlens) - 1)
 
-    def kda(self, q, k, v, g, beta, cu_seqlens, initial_state):
-        return super().kda(q, k, v, g, beta, cu_seqlens, self._of_first_sequence(len(cu_seqlens) - 1))
+    def kda(self, *arguments):
+        *inputs, cu_seqlens, _ = arguments
+        return super().kda(*inputs, cu_seqlens, self._of_first_sequence(len(cu_seqlens) - 1))
 
     def latents(self, latents, cu_seqlens, kept):
         before = next(self.received)

@@ -166,4 +166,4 @@ def test_the_operator_passes_opcheck():
     inputs = _single(_inputs([3], 1, 64))
     *tensors, cu_seqlens, state = inputs.values()
     tensors = [x.requires_grad_() for x in tensors]
-    torch.library.opcheck(_forward, (*tensors, cu_seqlens, state, None, -5.0, 0.125))
+    torch.library.opcheck(_forward, (*tensors, cu_seqlens, state, None, -5.0, 0.125, True))

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from openk3.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import torch
+
+    from openk3.ops.dispatch import Kernel
 
 app = typer.Typer()
 
@@ -34,7 +42,7 @@ def doctor(
     from openk3.ops.dispatch import triton_problem
 
     console = Console()
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     facts = Table("machine", "", show_header=False, box=None)
     facts.add_row("python", f"{platform.python_version()} on {platform.platform()}")
     facts.add_row("torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {os.cpu_count()} cores")
@@ -51,17 +59,22 @@ def doctor(
 
     problem = triton_problem(where.type)
     operators = Table("operator", "runs as", "why", title=f"operators on {where.type}", title_justify="left")
+    kernels = Table("kernels of", "take", "checked on", title="GPU kernels", title_justify="left")
     for name in operator_names():
-        has_kernel = importlib.util.find_spec(f"openk3.ops.{name}.kernels") is not None
+        own = getattr(importlib.import_module(f"openk3.ops.{name}"), "KERNELS", ())
+        for kernel in own:
+            kernels.add_row(f"{name}.{kernel.function}", kernel.takes, kernel.checked_on)
         if where.type == "cpu":
             operators.add_row(name, "eager", "the CPU path")
-        elif not has_kernel:
+        elif not own:
             operators.add_row(name, "eager", "no GPU kernel yet")
         elif problem:
             operators.add_row(name, "error", problem)
         else:
-            operators.add_row(name, "triton", "")
+            operators.add_row(name, "triton", "; ".join(_kernel_line(kernel, where) for kernel in own))
     console.print(operators)
+    console.print(kernels)
+    console.print("What kernels do not take runs as eager, or is refused where a kernel is asked for.")
 
 
 def operator_names() -> list[str]:
@@ -70,10 +83,29 @@ def operator_names() -> list[str]:
     return sorted(path.parent.name for path in folder.glob("*/reference.py"))
 
 
-def _device_line(device: object) -> str:
+def _device(name: str) -> torch.device:
     import torch
 
-    assert isinstance(device, torch.device)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidInput(f"--device {name}: torch knows no such device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(f"--device {name}: torch {torch.__version__} sees no CUDA device here")
+    return device
+
+
+def _kernel_line(kernel: Kernel, device: torch.device) -> str:
+    """What is worth saying of a kernel that will run: whether anyone has run it on such a device."""
+    import torch
+
+    here = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    return kernel.function + ("" if here in kernel.checked_on else f", never checked on {here}")
+
+
+def _device_line(device: torch.device) -> str:
+    import torch
+
     if device.type != "cuda":
         return f"{device.type} ({platform.processor() or platform.machine()})"
     properties = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""The KDA layer (report §2.1.1): projections, short convolution, gate, recurrence, gated norm.
+"""The KDA layer (report §2.1.1): projections, short convolution, gated recurrence, gated norm.
 
 Composes operators; the mathematics is theirs. Where the sequence before this slice lives is the context's
 matter.
@@ -14,9 +14,7 @@ from openk3.config import KdaConfig
 from openk3.model.layers import At, Linear, RmsNorm, weight
 from openk3.model.protocols import Seams
 from openk3.model.state import KdaState
-from openk3.ops.kda_gate import kda_gate
-from openk3.ops.norm import gated_rms_norm, l2_norm
-from openk3.ops.precision import wide
+from openk3.ops.norm import gated_rms_norm
 from openk3.ops.short_conv import short_conv
 
 Tensor = torch.Tensor
@@ -68,14 +66,10 @@ class KdaAttention(nn.Module):
         tail = context.rows_before(qkv, cu_seqlens, self.config.conv_width - 1, state.conv if state else None)
         qkv, conv = short_conv(tag(qkv, "kda.qkv"), taps, cu_seqlens, initial_state=tail)
         q, k, v = qkv.view(-1, 3, H, K).unbind(1)  # each [T, H, K]
-        g = kda_gate(
-            self.f_b_proj(self.f_a_proj(x)).view(-1, H, K),
-            self.A_log,
-            self.dt_bias.view(H, K),
-            lower_bound=self.config.gate_lower_bound if self.config.gate == "bounded" else None,
-        )
-        beta = torch.sigmoid(self.b_proj(x).to(wide(x.dtype)))
-        out, S = context.kda(l2_norm(q), l2_norm(k), v, g, beta, cu_seqlens, state.S if state else None)
+        z, b = self.f_b_proj(self.f_a_proj(x)).view(-1, H, K), self.b_proj(x)
+        bound = self.config.gate_lower_bound if self.config.gate == "bounded" else None
+        before = state.S if state else None
+        out, S = context.kda(q, k, v, z, b, self.A_log, self.dt_bias.view(H, K), bound, cu_seqlens, before)
         gated = gated_rms_norm(
             tag(out, "kda.out"), self._output_gate(x).view(-1, H, K), self.o_norm.weight, self.o_norm.eps
         )

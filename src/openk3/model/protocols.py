@@ -13,7 +13,7 @@ import torch
 
 from openk3.model.state import MlaState
 from openk3.ops.activation import Activation
-from openk3.ops.kda import kda
+from openk3.ops.kda import gated_kda
 from openk3.ops.moe import Routing, expert_ffn, plan
 
 Tensor = torch.Tensor
@@ -58,12 +58,15 @@ class SequenceContext(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        g: Tensor,
-        beta: Tensor,
+        z: Tensor,
+        b: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        lower_bound: float | None,
         cu_seqlens: Tensor,
         initial_state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The KDA recurrence with states folded in from before; see `openk3.ops.kda.kda`."""
+        """KDA from raw projections, with states folded in from before; see `openk3.ops.kda.gated_kda`."""
         ...
 
     def latents(self, latents: Tensor, cu_seqlens: Tensor, kept: MlaState | None) -> MlaState:
@@ -99,12 +102,17 @@ class LocalContext:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        g: Tensor,
-        beta: Tensor,
+        z: Tensor,
+        b: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        lower_bound: float | None,
         cu_seqlens: Tensor,
         initial_state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return kda(q, k, v, g, beta, cu_seqlens, initial_state=initial_state)
+        return gated_kda(
+            q, k, v, z, b, A_log, dt_bias, cu_seqlens, lower_bound=lower_bound, initial_state=initial_state
+        )
 
     def latents(self, latents: Tensor, cu_seqlens: Tensor, kept: MlaState | None) -> MlaState:
         return MlaState(latents, cu_seqlens) if kept is None else kept.extended(latents, cu_seqlens)

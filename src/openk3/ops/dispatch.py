@@ -6,9 +6,9 @@ for an implementation that cannot run here is an error that says why.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,14 +18,22 @@ from openk3.errors import KernelUnavailable
 Implementation = Literal["reference", "eager", "triton"]
 
 
-@functools.cache
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+# Looked up once, where torch.compile does not follow.
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What an operator's package says of its GPU kernels, in `KERNELS`, for people to read."""
+
+    function: str  # that they run behind
+    takes: str  # inputs; others run as eager by default, and are refused where "triton" is forced
+    checked_on: str  # devices and their compute capabilities
 
 
 def triton_problem(device_type: str) -> str | None:
     """Why Triton kernels cannot run on `device_type`, or None if they can."""
-    if not _installed("triton"):
+    if not TRITON_INSTALLED:
         return "the triton package is not installed"
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"Triton does not run on {device_type} (set TRITON_INTERPRET=1 to interpret kernels in tests)"
@@ -37,11 +45,11 @@ def choose(
 ) -> Implementation:
     """The implementation that will run `operator` on `x`: `wanted`, or the fastest for its device.
 
-    `kernels` is False for an operator that has no GPU kernel: its default is "eager" on every device.
+    `kernels` is False where no GPU kernel takes the inputs: the default is "eager" on every device then.
     """
     chosen = wanted or ("triton" if x.is_cuda and kernels else "eager")
     if chosen == "triton" and not kernels:
-        raise KernelUnavailable(f"{operator}: has no Triton kernel; ask for implementation='eager'")
+        raise KernelUnavailable(f"{operator}: has no Triton kernel for this; ask for implementation='eager'")
     if chosen == "triton" and (problem := triton_problem(x.device.type)):
         raise KernelUnavailable(
             f"{operator}: needs Triton, but {problem}; ask for implementation='eager' to go on"

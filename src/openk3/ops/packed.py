@@ -35,6 +35,28 @@ def sequence_bounds(name: str, cu_seqlens: torch.Tensor, tokens: int) -> list[in
     return bounds
 
 
+def check_offsets(
+    operator: str, x: torch.Tensor, *, cu_seqlens: torch.Tensor, checkpoint_at: torch.Tensor | None
+) -> None:
+    """What can be known of offsets into `x` without reading them, which would wait for the device.
+
+    Raises:
+        InvalidInput: not integers on one axis, cu_seqlens without an element, or on another device than an x
+            on a GPU.
+    """
+    for name, offsets in (("cu_seqlens", cu_seqlens), ("checkpoint_at", checkpoint_at)):
+        if offsets is None:
+            continue
+        if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
+            raise InvalidInput(
+                f"{operator}: {name} must be int32 on one axis, got {offsets.dtype} {tuple(offsets.shape)}"
+            )
+        if x.is_cuda and offsets.device != x.device:
+            raise InvalidInput(f"{operator}: {name} must be on {x.device}, got {offsets.device}")
+    if not len(cu_seqlens):
+        raise InvalidInput(f"{operator}: cu_seqlens must be [N + 1], got no element")
+
+
 def one_token_each(bounds: list[int]) -> bool:
     """Whether every sequence has exactly one token, as in decoding."""
     return bounds == list(range(len(bounds)))

@@ -1,11 +1,12 @@
 """KDA from raw projections: norms, gate, write strength and recurrence in one (report §2.1.1 eq. 1-5).
 
-What `openk3.ops.kda` takes ready-made is made here, so that kernels can read the projections once. Short
+What `kda` takes ready-made is made here, so that kernels can read the projections once. Short
 convolution, output norm and output gate are the layer's.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import overload
 
@@ -14,10 +15,10 @@ import torch
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, choose
 from openk3.ops.inputs import check_floating
-from openk3.ops.kda import kda
+from openk3.ops.kda.recurrence import kda
 from openk3.ops.kda_gate import kda_gate
 from openk3.ops.norm import l2_norm
-from openk3.ops.packed import sequence_bounds
+from openk3.ops.packed import check_offsets, sequence_bounds
 from openk3.ops.precision import wide
 
 __all__ = ["CHECKPOINT_GRID", "gated_kda"]
@@ -43,6 +44,7 @@ def gated_kda(
     scale: float | None = ...,
     initial_state: Tensor | None = ...,
     checkpoint_at: None = ...,
+    split_sequences: bool = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -60,6 +62,7 @@ def gated_kda(
     scale: float | None = ...,
     initial_state: Tensor | None = ...,
     checkpoint_at: Tensor,
+    split_sequences: bool = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 def gated_kda(
@@ -76,6 +79,7 @@ def gated_kda(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     checkpoint_at: Tensor | None = None,
+    split_sequences: bool = True,
     implementation: Implementation | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """`kda` of l2_norm(q), l2_norm(k), v, kda_gate(z, A_log, dt_bias) and sigmoid(b).
@@ -94,20 +98,25 @@ def gated_kda(
         checkpoint_at: int32 `[M]`, ascending packed end offsets, each a positive multiple of CHECKPOINT_GRID
             tokens from its sequence's start, or its end: also return the states there. An offset that is
             none gives NaN where the kernels run, since nobody looks on the host, and an error elsewhere.
+        split_sequences: kernels may cut long sequences where few heads would leave the card idle. That sums
+            in another order; False keeps results the same to the bit whatever else is in the batch.
         implementation: force "reference", "eager" or "triton"; by default the fastest for the device.
 
     Returns:
         o `[T, H, V]` in v's dtype, each sequence's last state `[N, H, V, K]` in the compute dtype, and with
         `checkpoint_at` the states `[M, H, V, K]`, which carry no gradient. o and the last state are
-        differentiable, once. From "triton", a checkpoint is bitwise the last state of a call that ends
-        there, and a call that starts from it goes on bitwise as the unbroken one did.
+        differentiable, once. From "triton" without `split_sequences`, a checkpoint is bitwise the last state
+        of a call that ends there, and a call that starts from it goes on bitwise as the unbroken one did.
 
     Raises:
-        InvalidInput: shapes, dtypes or devices do not fit; without kernels, also offsets that are not those of
-            a packing.
+        InvalidInput: shapes, dtypes or devices do not fit, or the bound is outside [-5, 0); without kernels
+            also offsets that are not those of a packing.
         KernelUnavailable: the forced implementation cannot run here.
     """
     _check(q, k, v, z, b, A_log, dt_bias)
+    check_offsets("gated_kda", q, cu_seqlens=cu_seqlens, checkpoint_at=checkpoint_at)
+    if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
+        raise InvalidInput(f"gated_kda: lower_bound must be in [-5, 0) or None, got {lower_bound}")
     N, H, K, V = len(cu_seqlens) - 1, *k.shape[1:], v.shape[2]
     if initial_state is not None and initial_state.shape != (N, H, V, K):
         raise InvalidInput(
@@ -115,25 +124,22 @@ def gated_kda(
             f"got {tuple(initial_state.shape)}"
         )
     scale = K**-0.5 if scale is None else scale
-    chosen = choose("gated_kda", q, implementation, kernels=_has_kernel(q, v, lower_bound))
+    kernels_fit = lower_bound is not None and _kernels_take(q, k, v, z, b, A_log)
+    chosen = choose("gated_kda", q, implementation, kernels=kernels_fit)
     if chosen == "triton":
         from openk3.ops.kda.kernels.operator import gated_kda as kernels
 
         assert lower_bound is not None
         return kernels(
-            q, k, v, z, b, A_log, dt_bias, cu_seqlens, initial_state, checkpoint_at, lower_bound, scale
-        )
-    g = kda_gate(z, A_log, dt_bias, lower_bound=lower_bound, implementation=chosen)
-    beta = torch.sigmoid(b.to(wide(b.dtype)))
-    q, k = l2_norm(q), l2_norm(k)
-
-    def recurrence(rows: slice, cu_seqlens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return kda(
-            q[rows], k[rows], v[rows], g[rows], beta[rows], cu_seqlens,
-            scale=scale, initial_state=state, implementation=chosen,
+            q, k, v, z, b, A_log, dt_bias, cu_seqlens.to(torch.int32), initial_state,
+            None if checkpoint_at is None else checkpoint_at.to(torch.int32),
+            lower_bound, scale, split_sequences,
         )  # fmt: skip
-
-    o, S = recurrence(slice(None), cu_seqlens, initial_state)
+    beta = torch.sigmoid(b.to(wide(b.dtype)))
+    g = kda_gate(z, A_log, dt_bias, lower_bound=lower_bound, implementation=chosen)
+    q, k = (l2_norm(x, implementation=chosen) for x in (q, k))
+    recurrence = partial(kda, scale=scale, implementation=chosen)
+    o, S = recurrence(q, k, v, g, beta, cu_seqlens, initial_state=initial_state)
     if checkpoint_at is None:
         return o, S
     bounds = sequence_bounds("gated_kda: cu_seqlens", cu_seqlens, len(q))
@@ -143,12 +149,16 @@ def gated_kda(
             n, start = _sequence_of(end, bounds)
             prefix = torch.tensor([0, end - start], dtype=torch.int32, device=q.device)
             before = None if initial_state is None else initial_state[n : n + 1]
-            states.append(recurrence(slice(start, end), prefix, before)[1])
+            q_n, k_n, v_n, g_n, beta_n = (x[start:end] for x in (q, k, v, g, beta))
+            states.append(recurrence(q_n, k_n, v_n, g_n, beta_n, prefix, initial_state=before)[1])
     return o, S, torch.cat(states) if states else S.new_empty(0, H, V, K)
 
 
-def _has_kernel(q: Tensor, v: Tensor, lower_bound: float | None) -> bool:
-    return lower_bound is not None and q.shape[2] == v.shape[2] and q.shape[2] in (64, 128)
+def _kernels_take(q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, A_log: Tensor) -> bool:
+    """What KERNELS of the package says in words; the bounded gate is the caller's."""
+    of_one_dtype = q.dtype == k.dtype == v.dtype == z.dtype == b.dtype
+    fits = q.dtype in (torch.bfloat16, torch.float32) and A_log.dtype != torch.float64
+    return of_one_dtype and fits and q.shape[2] == v.shape[2] and q.shape[2] in (64, 128)
 
 
 def _sequence_of(end: int, bounds: list[int]) -> tuple[int, int]:

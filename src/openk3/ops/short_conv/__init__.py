@@ -10,12 +10,14 @@ from typing import Literal, overload
 
 import torch
 
-from openk3.errors import InvalidInput
-from openk3.ops.dispatch import Implementation, choose
+from openk3.errors import InvalidInput, KernelUnavailable
+from openk3.ops.dispatch import Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
-from openk3.ops.packed import sequence_bounds
+from openk3.ops.packed import check_offsets, sequence_bounds
 
 __all__ = ["short_conv"]
+
+KERNELS = (Kernel("short_conv", takes="2 to 8 taps, bf16, fp16 or fp32", checked_on="H200 (sm_90)"),)
 
 
 @overload
@@ -65,7 +67,7 @@ def short_conv(
         checkpoint_at: int32 `[M]` packed end offsets in [1, T]: also return the states there, each of the
             sequence of the token before it.
         implementation: force "reference", "eager" or "triton" (W from 2 to 8, not float64); by default the
-            fastest for the device.
+            fastest that takes the inputs on their device.
 
     Returns:
         y `[T, C]` and the final state `[N, W - 1, C]`, the last W - 1 inputs of each sequence, both in x's
@@ -85,7 +87,7 @@ def short_conv(
         )
     if activation not in ("silu", None):
         raise InvalidInput(f"short_conv: activation must be 'silu' or None, got {activation!r}")
-    _check_offsets(x, cu_seqlens, checkpoint_at)
+    check_offsets("short_conv", x, cu_seqlens=cu_seqlens, checkpoint_at=checkpoint_at)
     expected = (len(cu_seqlens) - 1, weight.shape[1] - 1, x.shape[1])
     if initial_state is not None and initial_state.shape != expected:
         raise InvalidInput(
@@ -93,7 +95,10 @@ def short_conv(
         )
     check_floating("short_conv", x=x, weight=weight, initial_state=initial_state)
     silu = activation == "silu"
-    chosen = choose("short_conv", x, implementation)
+    problem = _kernel_problem(x, weight)
+    if implementation == "triton" and problem:
+        raise KernelUnavailable(f"short_conv: {problem}; ask for implementation='eager'")
+    chosen = choose("short_conv", x, implementation, kernels=problem is None)
     if chosen == "triton":
         from openk3.ops.short_conv import kernels
 
@@ -115,16 +120,10 @@ def short_conv(
     return *out, states_at(x, bounds, state, checkpoint_at)
 
 
-def _check_offsets(x: torch.Tensor, cu_seqlens: torch.Tensor, checkpoint_at: torch.Tensor | None) -> None:
-    """What can be known of offsets without reading them."""
-    for name, offsets in (("cu_seqlens", cu_seqlens), ("checkpoint_at", checkpoint_at)):
-        if offsets is None:
-            continue
-        if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
-            raise InvalidInput(
-                f"short_conv: {name} must be int32 on one axis, got {offsets.dtype} {tuple(offsets.shape)}"
-            )
-        if x.is_cuda and offsets.device != x.device:
-            raise InvalidInput(f"short_conv: {name} must be on {x.device}, got {offsets.device}")
-    if not len(cu_seqlens):
-        raise InvalidInput("short_conv: cu_seqlens must be [N + 1], got no element")
+def _kernel_problem(x: torch.Tensor, weight: torch.Tensor) -> str | None:
+    """Why the kernels do not take these inputs, or None if they do."""
+    if not 2 <= weight.shape[1] <= 8:
+        return f"the Triton kernel takes widths 2 to 8, got {weight.shape[1]}"
+    if torch.float64 in (x.dtype, weight.dtype):
+        return "the Triton kernel computes in fp32, not float64"
+    return None

@@ -12,7 +12,7 @@ and no table or kernel more. Offsets stay on the device, unread by the host. Not
 gradient to the weight is summed over blocks afterwards.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import, assignment"
 from __future__ import annotations
 
 from typing import Any
@@ -21,11 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from openk3.errors import KernelUnavailable
-
 Tensor = torch.Tensor
-
-WIDTHS = range(2, 9)  # W: taps and window live in registers
 
 
 @triton.jit
@@ -327,7 +323,6 @@ def short_conv(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
     """See `openk3.ops.short_conv.short_conv`."""
-    _check(x, weight)
     y, final_state = torch.ops.openk3.short_conv(x, weight, cu_seqlens, initial_state, silu)
     return y, final_state
 
@@ -336,21 +331,8 @@ def states_at(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None, offsets: Tensor
 ) -> Tensor:
     """The W - 1 inputs before each offset `[M]`, `[M, W - 1, C]` in x's dtype; without gradient."""
-    _check(x, weight)
     state = None if initial_state is None else initial_state.detach()
     states: Tensor = torch.ops.openk3.short_conv_states_at(
         x.detach(), cu_seqlens, state, offsets, weight.shape[1]
     )
     return states
-
-
-def _check(x: Tensor, weight: Tensor) -> None:
-    if weight.shape[1] not in WIDTHS:
-        raise KernelUnavailable(
-            f"short_conv: the Triton kernel takes widths 2 to 8, got {weight.shape[1]}; "
-            "ask for implementation='eager'"
-        )
-    if torch.float64 in (x.dtype, weight.dtype):
-        raise KernelUnavailable(
-            "short_conv: the Triton kernel computes in fp32; ask for implementation='eager' for float64"
-        )
