@@ -1,15 +1,15 @@
-"""The KDA layer through the operator's kernels, interpreted: what the model computes with eager, it computes."""
+"""The KDA layer of the model through interpreted kernels: it computes what it does through eager."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from ops.closeness import relative_error
 
 from model.tiny import built, changed, packed
 from openk3.model.protocols import LOCAL, LocalContext, Seams, untagged
 from openk3.ops.dispatch import triton_problem
 from openk3.ops.kda import gated_kda
+from ops.closeness import relative_error
 
 pytestmark = pytest.mark.skipif(
     triton_problem("cpu") is not None or torch.cuda.is_available(), reason="for Triton's interpreter"
@@ -46,4 +46,6 @@ def test_the_layer_gives_the_same_outputs_states_and_gradients_through_kernels_a
         found.append(dict(zip(names, [out, first.S, again, second.S, *gradients], strict=True)))
     assert context.calls == 2
     for name, eager in found[0].items():
-        assert relative_error(found[1][name], eager) < (5e-6 if "out" in name or name[0] == "S" else 1e-4), name
+        assert relative_error(found[1][name], eager) < (5e-6 if "out" in name or name[0] == "S" else 1e-4), (
+            name
+        )

@@ -1,0 +1,183 @@
+"""KDA, the short convolution and decoding on a GPU: against float64, and what they promise to the bit.
+
+Run with `pytest -m gpu tests/gpu`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from openk3.ops.kda import MixerWeights, gated_kda, kda_decode, kda_step
+from openk3.ops.kda_gate import kda_gate
+from openk3.ops.norm import gated_rms_norm, l2_norm
+from openk3.ops.short_conv import short_conv
+from ops.closeness import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LENGTHS = [300, 1, 0, 64, 147]
+TOKENS = ("q", "k", "v", "z", "b")
+# As raw decay logits: gates near 0, anywhere, and at the bound.
+REGIMES = {"slow": -6.0, "any": 0.0, "fast": 8.0}
+
+
+def draw(K: int, shift: float = 0.0, H: int = 3) -> dict[str, Any]:
+    make = torch.Generator("cuda").manual_seed(0)
+    T, N = sum(LENGTHS), len(LENGTHS)
+    shapes = {"q": (T, H, K), "k": (T, H, K), "v": (T, H, K), "z": (T, H, K), "b": (T, H)}
+    inputs = {
+        name: torch.randn(*shape, device="cuda", generator=make).add(shift * (name == "z")).bfloat16()
+        for name, shape in shapes.items()
+    }
+    inputs["A_log"] = 0.3 * torch.randn(H, device="cuda", generator=make)
+    inputs["dt_bias"] = 0.5 * torch.randn(H, K, device="cuda", generator=make)
+    inputs["cu_seqlens"] = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
+    inputs["initial_state"] = torch.randn(N, H, K, K, device="cuda", generator=make)
+    return inputs
+
+
+def results(inputs: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
+    """o, S and the gradients of a fixed random projection of both."""
+    own = {n: x.detach().clone().requires_grad_(x.is_floating_point()) for n, x in inputs.items()}
+    o, S = gated_kda(**own, **options)
+    make = torch.Generator("cuda").manual_seed(1)
+    d_o = torch.randn(o.shape, device="cuda", generator=make).bfloat16()
+    d_S = torch.randn(S.shape, device="cuda", generator=make)
+    leaves = [n for n, x in own.items() if x.requires_grad]
+    gradients = torch.autograd.grad([o, S], [own[n] for n in leaves], [d_o.to(o.dtype), d_S.to(S.dtype)])
+    return {"o": o, "S": S} | {f"d_{n}": g for n, g in zip(leaves, gradients, strict=True)}
+
+
+def sliced(inputs: dict[str, Any], start: int, end: int, state: torch.Tensor) -> dict[str, Any]:
+    """One sequence of the tokens from `start` to `end`, from `state` `[1, H, V, K]`."""
+    own = inputs | {n: inputs[n][start:end] for n in TOKENS}
+    return own | {"cu_seqlens": inputs["cu_seqlens"].new_tensor([0, end - start]), "initial_state": state}
+
+
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_outputs_and_gradients_in_bf16_are_near_float64_and_the_same_in_every_run(regime, K):
+    inputs = draw(K, REGIMES[regime])
+    exact = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+    first, second, oracle = results(inputs), results(inputs), results(exact, implementation="eager")
+    for name, x in first.items():
+        assert torch.equal(x, second[name]), name
+    errors = {name: relative_error(x, oracle[name]) for name, x in first.items()}
+    too_far = {n: e for n, e in errors.items() if not e < (8e-3 if n in ("o", "S") else 1.5e-2)}
+    assert not too_far, f"{too_far} of {errors}"
+
+
+@pytest.mark.parametrize("K", [64, 128])
+def test_a_checkpoint_is_a_last_state_and_goes_on_to_the_bit(K):
+    inputs = draw(K)
+    ends = [64, 256, 300, 301, 365, 429, 512]
+    at = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    o, S, states = gated_kda(**inputs, checkpoint_at=at, split_sequences=False)
+    for m, (n, start, stop) in zip((0, 1, 5), ((0, 0, 300), (0, 0, 300), (4, 365, 512)), strict=True):
+        end, state = ends[m], inputs["initial_state"][n : n + 1]
+        before = gated_kda(**sliced(inputs, start, end, state), split_sequences=False)
+        assert torch.equal(before[1][0], states[m]) and torch.equal(before[0], o[start:end])
+        after = gated_kda(**sliced(inputs, end, stop, states[m : m + 1]), split_sequences=False)
+        assert torch.equal(after[0], o[end:stop]) and torch.equal(after[1][0], S[n])
+    assert torch.equal(states[[2, 3, 4, 6]], S[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("K", [64, 128])
+def test_nothing_depends_on_a_later_token_not_even_its_last_bit(K):
+    inputs = draw(K)
+    o, _ = gated_kda(**inputs)
+    for cut in (1, 40, 64, 200, 299):
+        changed = inputs | {n: inputs[n].clone() for n in TOKENS}
+        for name in TOKENS:
+            changed[name][cut:300] = 7.0 * changed[name][cut:300] - 1.0
+        ours, _ = gated_kda(**changed)
+        assert torch.equal(ours[:cut], o[:cut]) and torch.equal(ours[300:], o[300:])
+        assert not torch.equal(ours[cut:300], o[cut:300])
+
+
+def conv_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inputs = draw(64)
+    weight = torch.randn(192, 4, device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    return torch.cat([inputs[n][:, 0] for n in "qkv"], 1), weight, inputs["cu_seqlens"]
+
+
+def test_the_convolution_in_bf16_is_near_float64_forward_and_backward():
+    x, weight, cu = conv_inputs()
+    found = []
+    for dtype, implementation in ((torch.bfloat16, None), (torch.float64, "eager")):
+        own = [x.to(dtype, copy=True), weight.to(torch.promote_types(dtype, torch.float32), copy=True)]
+        own = [leaf.requires_grad_() for leaf in own]
+        y, tail = short_conv(*own, cu, implementation=implementation)
+        found.append((y, tail, *torch.autograd.grad(y, own, x.flip(0).to(dtype))))
+    for mine, oracle in zip(*found, strict=True):
+        assert relative_error(mine, oracle) < 8e-3
+
+
+@pytest.mark.parametrize("K", [64, 128])
+def test_the_forward_can_be_captured_and_replayed_on_other_inputs(K):
+    inputs, other = draw(K), draw(K, shift=1.0)
+    other |= {n: other[n].flip(0) for n in TOKENS}
+    x, weight, cu = conv_inputs()
+    expected = gated_kda(**other), short_conv(-x, weight, cu)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles, and fills the allocator
+        gated_kda(**inputs), short_conv(x, weight, cu)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gated_kda(**inputs), short_conv(x, weight, cu)
+    for name in TOKENS:
+        inputs[name].copy_(other[name])
+    x.neg_()
+    graph.replay()
+    for mine, oracle in zip([*captured[0], *captured[1]], [*expected[0], *expected[1]], strict=True):
+        assert torch.equal(mine, oracle)
+
+
+def test_torch_compile_sees_one_graph():
+    inputs = draw(128)
+    x, weight, cu = conv_inputs()
+    leaves = [inputs["q"].requires_grad_(), x.requires_grad_()]
+
+    def together(inputs, x):
+        o, S = gated_kda(**(inputs | {"q": 2.0 * inputs["q"]}))
+        y, _ = short_conv(2.0 * x, weight, cu)
+        return o.float().square().sum() + S.sum() + y.float().square().sum()
+
+    expected, actual = together(inputs, x), torch.compile(together, fullgraph=True)(inputs, x)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=0)
+    gradients = zip(torch.autograd.grad(actual, leaves), torch.autograd.grad(expected, leaves), strict=True)
+    for mine, oracle in gradients:
+        assert relative_error(mine, oracle) < 1e-2
+
+
+@pytest.mark.parametrize("K", [64, 128])
+def test_decoding_a_token_is_a_step_of_the_recurrence_between_its_neighbours(K):
+    H, N = 3, 4
+    make = torch.Generator("cuda").manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=make)
+
+    qkv, z, b, gate = (random(N, *s).bfloat16() for s in ((3 * H * K,), (H, K), (H,), (H, K)))
+    state, tail = random(N, H, K, K), random(N, 3, 3 * H * K).bfloat16()
+    w = MixerWeights(random(4, 3 * H * K), 0.3 * random(H), 0.5 * random(H, K), random(K), 1e-5)
+    cu = torch.arange(N + 1, dtype=torch.int32, device="cuda")
+    y, new_tail = short_conv(
+        qkv.double(), w.taps.T.double(), cu, initial_state=tail.double(), implementation="eager"
+    )
+    q, k, v = y.view(N, 3, H, K).unbind(1)
+    g, beta = kda_gate(z.double(), w.A_log.double(), w.dt_bias.double()), b.double().sigmoid()
+    o, S = kda_step(l2_norm(q), l2_norm(k), v, g, beta, state.double())
+    expected = gated_rms_norm(o, gate.double(), w.norm_weight.double(), w.norm_eps).flatten(1)
+    actual = kda_decode(qkv, z, b, gate, state, tail, cu[:N], w)
+    assert relative_error(actual, expected) < 8e-3
+    assert relative_error(state, S) < 1e-4
+    assert torch.equal(tail, new_tail.bfloat16())
