@@ -1,46 +1,25 @@
-"""KDA decoding and verification on one GPU: correct first, then timed for several launch configurations.
+"""KDA decoding and verification on one GPU: correct first, then timed.
 
-    PYTHONPATH=src python bench/kda_decode_tuning.py [--json PATH] [--budget SECONDS] [--only decode|verify]
+    PYTHONPATH=src python bench/kda_decode_tuning.py [--only decode|verify]
 
-Outputs and states are compared with the layer in float64, replayed states with decoded ones to the bit, and
-results of every configuration with each other to the bit, inside a CUDA graph. Times are those of
-`kda_decode.py` (medians over graph replays that rotate over pools of states), beside the ceiling of a copy.
-The floor counts all that must move: states, projections, tails, windows and outputs.
+Outputs and states are compared with the layer in float64, replayed states with decoded ones to the bit, both
+inside a CUDA graph. Times are those of `kda_decode.py` (medians over graph replays that rotate over pools of
+states), beside the floor: all that must move (states, projections, tails, windows and outputs) at the speed
+of a copy.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import _copy_bandwidth, milliseconds_in_graph
 from kda_decode import DECODE, HEADS, VERIFY, C, K, Work, _our_step, _our_window, _projections, _weights
 
+from gpu import _copy_bandwidth, milliseconds_in_graph
 from openk3.ops.kda.decoding import DraftWindow, MixerWeights, kda_decode, kda_verify
-from openk3.ops.kda.kernels import decode as decode_kernel
-from openk3.ops.kda.kernels import replay as verify_kernel
 
 Tensor = torch.Tensor
-Launch = dict[str, Any]
-
-DECODE_LAUNCHES: list[Launch] = [
-    {"num_warps": 8, "maxnreg": 128},
-    {"num_warps": 8},
-    {"num_warps": 16, "maxnreg": 64},
-    {"num_warps": 4},
-]
-VERIFY_LAUNCHES: list[Launch] = [
-    {"num_warps": 8, "maxnreg": 128},
-    {"num_warps": 8},
-    {"num_warps": 4},
-]
-EXACT = {"enable_fp_fusion": False}
 
 
 def by_equations(
@@ -75,8 +54,8 @@ def in_graph(call: Any) -> Tensor:
     return out  # type: ignore[no-any-return]
 
 
-def check_decode() -> tuple[Tensor, Tensor]:
-    """One token against float64, with an inactive row; returns outputs and states for other launches."""
+def check_decode() -> None:
+    """One token against float64, with an inactive row."""
     torch.manual_seed(0)
     x, w = _projections((5,), 1), _weights()
     slots = torch.tensor([4, -1, 0, 5, 2], device="cuda", dtype=torch.int32)
@@ -94,12 +73,11 @@ def check_decode() -> tuple[Tensor, Tensor]:
     assert not o[1].any() and torch.equal(tail[index], seen.bfloat16())
     for slot in (1, 3):
         assert torch.equal(state[slot], first[0][slot]) and torch.equal(tail[slot], first[1][slot])
-    print(f"  decode: error of outputs {errors[0]:.2e} (bf16 rounding included), of states {errors[1]:.2e}")
-    return o, state
+    print(f"decode: error of outputs {errors[0]:.2e} (bf16 rounding included), of states {errors[1]:.2e}")
 
 
-def check_verify(W: int) -> tuple[Tensor, Tensor]:
-    """Every accepted length against sequential decoding; returns outputs and states for other launches."""
+def check_verify(W: int) -> None:
+    """Every accepted length against sequential decoding, and outputs against float64."""
     torch.manual_seed(0)
     N, w = W + 2, _weights()
     first, second = _projections((N, W), 2), _projections((N, W), 3)
@@ -124,8 +102,7 @@ def check_verify(W: int) -> tuple[Tensor, Tensor]:
         exact, S, seen = by_equations([y[:-1, t] for y in second], S, seen, w)
         worst = max(worst, error(o[:-1, t], exact))
     assert worst < 3e-3 and not o[-1].any(), worst
-    print(f"  verify W={W}: states equal to the bit, error of outputs {worst:.2e} (bf16 rounding included)")
-    return o, state
+    print(f"verify W={W}: states equal to the bit, error of outputs {worst:.2e} (bf16 rounding included)")
 
 
 def moved(work: Work) -> float:
@@ -136,76 +113,29 @@ def moved(work: Work) -> float:
     return 2 * N * (HEADS * K * K * 4 + 3 * C * 2) + N * W * (token + 2 * HEADS * K) + replays
 
 
-def compile_one(job: tuple[str, Launch, int]) -> str:
-    """In a process of its own: fills Triton's cache on disk."""
-    kind, launch, W = job
-    start = time.perf_counter()
-    use(kind, launch)
-    try:
-        _our_step(Work("", 1, 1), 0)() if kind == "decode" else _our_window(Work("", 1, 1, W), 0)()
-        torch.cuda.synchronize()
-    except Exception as problem:  # noqa: BLE001 - one configuration must not cost the others
-        return f"{kind} W={W} {launch}: {type(problem).__name__} {str(problem)[:200]}"
-    return f"{kind} W={W} {launch}: {time.perf_counter() - start:.1f} s"
-
-
-def use(kind: str, launch: Launch) -> None:
-    (decode_kernel if kind == "decode" else verify_kernel).LAUNCH[K] = {**launch, **EXACT}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, help="where raw results go")
-    parser.add_argument("--budget", type=float, default=60, metavar="SECONDS", help="start nothing later")
     parser.add_argument("--only", choices=["decode", "verify"])
-    arguments = parser.parse_args()
-    began = time.monotonic()
-    kinds = [arguments.only] if arguments.only else ["decode", "verify"]
-    jobs = [(kind, launch, W) for kind in kinds for launch, W in (
-        [(launch, 1) for launch in DECODE_LAUNCHES] if kind == "decode"
-        else [(launch, W) for W in (4, 8) for launch in VERIFY_LAUNCHES]
-    )]  # fmt: skip
-    default = ("decode", dict(decode_kernel.LAUNCH[K]), 1)
-    with ProcessPoolExecutor(len(jobs) + 1, get_context("spawn")) as pool:
-        for line in pool.map(compile_one, [*jobs, default]):
-            print(line, flush=True)
+    only = parser.parse_args().only
     bandwidth = _copy_bandwidth()
-    print(f"{time.monotonic() - began:.0f} s: compiled; copy {bandwidth / 1e9:.0f} GB/s", flush=True)
+    if only != "verify":
+        check_decode()
+        show_times(DECODE, bandwidth)
+    if only != "decode":
+        for W in (4, 8):
+            check_verify(W)
+        show_times(VERIFY, bandwidth)
 
-    results, baseline = [], {}
-    for kind, launch, W in jobs:
-        if time.monotonic() - began > arguments.budget:
-            print(f"{kind} {launch}: not started, out of time")
-            continue
-        decode_default = decode_kernel.LAUNCH[K]
-        use(kind, launch)
-        print(f"{kind} W={W} {launch}", flush=True)
-        try:
-            out = check_decode() if kind == "decode" else check_verify(W)
-            if (kind, W) in baseline:
-                same = [torch.equal(a, b) for a, b in zip(out, baseline[kind, W], strict=True)]
-                print(f"  outputs, states equal to the first configuration's: {same}")
-            baseline.setdefault((kind, W), out)
-            works = DECODE if kind == "decode" else [work for work in VERIFY if work.window == W]
-            step = _our_step if kind == "decode" else _our_window
-            for work in works:
-                ms = milliseconds_in_graph([step(work, seed) for seed in range(work.pools)], replays=10)
-                floor = 1e3 * moved(work) / bandwidth
-                print(
-                    f"  {work.name}: {ms:.4f} ms, {moved(work) / ms / 1e6:.0f} GB/s, {ms / floor:.2f}x",
-                    flush=True,
-                )
-                results.append({"work": work.name, "launch": launch, "ms": ms, "floor": floor})
-                torch.cuda.empty_cache()
-        except Exception as problem:  # noqa: BLE001 - one configuration must not cost the others
-            print(f"  FAILED: {type(problem).__name__} {str(problem)[:400]}", flush=True)
-        if kind == "decode":
-            decode_kernel.LAUNCH[K] = decode_default
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
-    print(f"{time.monotonic() - began:.0f} s in all")
+
+def show_times(works: list[Work], bandwidth: float) -> None:
+    for work in works:
+        step = _our_window if work in VERIFY else _our_step
+        ms = milliseconds_in_graph([step(work, seed) for seed in range(work.pools)], replays=10)
+        floor = 1e3 * moved(work) / bandwidth
+        print(f"{work.name}: {ms:.4f} ms, {moved(work) / ms / 1e6:.0f} GB/s, {ms / floor:.2f}x", flush=True)
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

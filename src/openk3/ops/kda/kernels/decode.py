@@ -20,11 +20,15 @@ import triton.language as tl
 Tensor = torch.Tensor
 
 NORM_EPS = 1e-6  # of the L2 norm, as in openk3.ops.norm.l2_norm
-# Two programs an SM, so that one loads while the other computes.
-LAUNCH = {
-    128: {"num_warps": 8, "maxnreg": 128, "enable_fp_fusion": False},
-    64: {"num_warps": 4, "enable_fp_fusion": False},
-}
+# At K = 128, two programs an SM, so that one loads while the other computes.
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+HOPPER = {"num_warps": 8, "maxnreg": 128, "enable_fp_fusion": False}
+
+
+def on_hopper(x: Tensor, K: int) -> bool:
+    """Whether the kernels in Hopper's layouts fit."""
+    half = x.is_cuda and x.dtype == torch.bfloat16
+    return half and K == 128 and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 @triton.jit
@@ -197,11 +201,18 @@ def decode(
     """See `openk3.ops.kda.decoding.kda_decode`."""
     N, H, K = z.shape
     out = qkv.new_empty(N, H * K)
-    if N:
+    if N and on_hopper(qkv, K):
+        from openk3.ops.kda.kernels.decode_hopper import decode_hopper
+
+        decode_hopper[(N, H)](
+            qkv, z, b, gate, state, tail, slots, taps, A_log, dt_bias, norm_weight, out,
+            scale, lower_bound or 0.0, norm_eps, NORM_EPS, H=H, BOUNDED=lower_bound is not None, **HOPPER,
+        )  # fmt: skip
+    elif N:
         _decode[(N, H)](
             qkv, z, b, gate, state, tail, slots, taps, A_log, dt_bias, norm_weight, out,
             scale, lower_bound or 0.0, norm_eps, NORM_EPS,
-            H=H, K=K, BOUNDED=lower_bound is not None, **LAUNCH[K],
+            H=H, K=K, BOUNDED=lower_bound is not None, **LAUNCH,
         )  # fmt: skip
     return out
 

@@ -23,6 +23,8 @@ that fp32 holds.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import"
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -34,6 +36,7 @@ from openk3.ops.kda.kernels.decode import (
     gates,
     head_rate,
     log_decay,
+    on_hopper,
     projected,
     state_cells,
 )
@@ -44,10 +47,7 @@ LONGEST_WINDOW = 8
 PAIR_FLOOR = tl.constexpr(-20.0)  # natural log; 7 tokens of it, halved by the shift, stay within e^+-70
 LOG2_E = tl.constexpr(1.4426950408889634)
 ROWS = tl.constexpr(LONGEST_WINDOW)
-LAUNCH = {
-    128: {"num_warps": 8, "maxnreg": 128, "enable_fp_fusion": False},
-    64: {"num_warps": 4, "enable_fp_fusion": False},
-}
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -220,13 +220,24 @@ def verify(
     """See `openk3.ops.kda.decoding.kda_verify`."""
     N, W, H, K = z.shape
     out = qkv.new_empty(N, W, H * K)
-    if N:
+    if N and on_hopper(qkv, K):
+        from openk3.ops.kda.kernels.decode_hopper import PAIR_FLOOR, verify_hopper
+
+        P = past_qkv.shape[1]
+        bound = float("-inf") if lower_bound is None else lower_bound
+        span = -max(bound, PAIR_FLOOR.value) * math.log2(math.e) * (4 if P <= 4 else 8)
+        verify_hopper[(N, H)](
+            qkv, z, b, gate, state, tail, past_qkv, past_z, past_b, accepted, slots,
+            taps, A_log, dt_bias, norm_weight, out, scale, bound, norm_eps, NORM_EPS,
+            H=H, W=W, P=P, BOUNDED=lower_bound is not None, SHIFT=math.ceil(span / 2), **LAUNCH,
+        )  # fmt: skip
+    elif N:
         _verify[(N, H)](
             qkv, z, b, gate, state, tail, past_qkv, past_z, past_b, accepted, slots,
             taps, A_log, dt_bias, norm_weight, out,
             scale, float("-inf") if lower_bound is None else lower_bound, norm_eps, NORM_EPS,
             H=H, K=K, W=W, P=past_qkv.shape[1], BOUNDED=lower_bound is not None,
-            DOT="bf16x3" if qkv.is_cuda else "ieee", **LAUNCH[K],  # the interpreter knows no bf16x3
+            DOT="bf16x3" if qkv.is_cuda else "ieee", **LAUNCH,  # the interpreter knows no bf16x3
         )  # fmt: skip
     return out
 
