@@ -11,8 +11,8 @@ factor 2^(M_1 - M_0) belongs to the channel and not to the rows, so that it is t
 powers of two, the factors leave each pair's share in the gate's gradient the same number at its reader and at
 its writer: the reverse sum over rows cancels pairs that do not span a row to fp32 rounding.
 
-Where gates lie at their bound, operands use up the exponents of fp32, and small gradients times small operands
-would vanish. So gradients to pairs are brought to one size by a power of two for each chunk.
+Where gates lie at their bound, operands use up the exponents of fp32, and small gradients times small
+operands would vanish. So gradients to pairs are brought to one size by a power of two for each chunk.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -165,8 +165,11 @@ def _anchor(anchor_0, anchor_1):
 
 
 @gluon.jit
-def _between(anchor_0, anchor_1):
-    return _exp2(_beside(anchor_1) - _beside(anchor_0))
+def _between(x, anchor_0, anchor_1):
+    """x 2^(M_1 - M_0), in two steps: the factor alone may be too small for fp32 where the product is not."""
+    apart = _beside(anchor_1) - _beside(anchor_0)
+    half = gl.floor(0.5 * apart)
+    return x * _exp2(half) * _exp2(apart - half)
 
 
 @gluon.jit
@@ -324,7 +327,7 @@ def _intra_backward_hopper(
     # To q.
     across = _first_product(dA_across, right, WIDE, K)
     across = warpgroup_mma_wait(0, deps=(across,))
-    y_q = y_q * (up_scale * _from_start(anchor_0, anchor_1)) + across * _between(anchor_0, anchor_1)
+    y_q = y_q * (up_scale * _from_start(anchor_0, anchor_1)) + _between(across, anchor_0, anchor_1)
     y_q = _product(dA_own, right, y_q)
     y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y_q,)) * down_scale, ROWS))
     d_G = _groups(left_q.load(ROWS).to(gl.float32)) * y
@@ -337,7 +340,7 @@ def _intra_backward_hopper(
     # To k as a reader.
     across = _first_product(dL_across, right, WIDE, K)
     across = warpgroup_mma_wait(0, deps=(across,))
-    y_k = across * _between(anchor_0, anchor_1) - y_k * (up_scale * _from_start(anchor_0, anchor_1))
+    y_k = _between(across, anchor_0, anchor_1) - y_k * (up_scale * _from_start(anchor_0, anchor_1))
     y_k = _product(dL_own, right, y_k)
     y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y_k,)) * down_scale, ROWS))
     d_G += _groups(left_k.load(ROWS).to(gl.float32)) * y
@@ -351,7 +354,7 @@ def _intra_backward_hopper(
     y *= _to_end(anchor_0, anchor_1, total)
     to_S_writes = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     to_S_writes.store(gl.sum(right.load(WIDE).to(gl.float32) * y, 0))
-    y = _product(dA_own.permute((1, 0)), left_q, y * up_scale + across * _between(anchor_0, anchor_1))
+    y = _product(dA_own.permute((1, 0)), left_q, y * up_scale + _between(across, anchor_0, anchor_1))
     y = _product(dL_own.permute((1, 0)), left_k, y)
     y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y,)) * down_scale, ROWS))
     d_G -= _groups(right.load(ROWS).to(gl.float32)) * y
