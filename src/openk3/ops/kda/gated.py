@@ -125,6 +125,10 @@ def gated_kda(
         )
     scale = K**-0.5 if scale is None else scale
     kernels_fit = lower_bound is not None and _kernels_take(q, k, v, z, b, A_log)
+    if kernels_fit and q.is_cuda and torch.is_grad_enabled():
+        trained = (q, k, v, z, b, A_log, dt_bias, initial_state)
+        if any(x is not None and x.requires_grad for x in trained):
+            kernels_fit = _backward_fits(q)
     chosen = choose("gated_kda", q, implementation, kernels=kernels_fit)
     if chosen == "triton":
         from openk3.ops.kda.kernels.operator import gated_kda as kernels
@@ -159,6 +163,12 @@ def _kernels_take(q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, A_log: 
     of_one_dtype = q.dtype == k.dtype == v.dtype == z.dtype == b.dtype
     fits = q.dtype in (torch.bfloat16, torch.float32) and A_log.dtype != torch.float64
     return of_one_dtype and fits and q.shape[2] == v.shape[2] and q.shape[2] in (64, 128)
+
+
+def _backward_fits(q: Tensor) -> bool:
+    """The plain backward reads outside its shared memory on sm_90 at K = 64; no other card was tried."""
+    on_hopper = torch.cuda.get_device_capability(q.device) == (9, 0)
+    return on_hopper and q.dtype == torch.bfloat16 and q.shape[2] == 128
 
 
 def _sequence_of(end: int, bounds: list[int]) -> tuple[int, int]:
