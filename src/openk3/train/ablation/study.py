@@ -98,7 +98,8 @@ def study(
         failed = run(distinct(places), "comparing")
         rows = results(places, below, failed)
         done = Study(folder, summarise(ablation, rows), choices, failures)
-        _write(done, ablation, rows, _made(workers), data)
+        on_cpu = all(run.config.train.device == "cpu" for run in distinct(places))
+        _write(done, ablation, rows, _made(workers, on_cpu), data)
     return done
 
 
@@ -156,8 +157,8 @@ def _draw(folder: Path, ablation: AblationSet, lines: Sequence[Line], rows: Sequ
         atomic_write_bytes(folder / "overview.png", overview)
 
 
-def _made(workers: Workers) -> dict[str, str]:
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
+def _made(workers: Workers, on_cpu: bool) -> dict[str, str]:
+    where = _cpu_name() if on_cpu or not torch.cuda.is_available() else torch.cuda.get_device_name()
     return {
         "openk3": __version__,
         "torch": torch.__version__,
