@@ -59,7 +59,7 @@ def main() -> int:
 
         return report(arguments.device, arguments.only, deadline.passed, peer=not arguments.ours_alone)
 
-    from gpu import ceilings
+    from gpu_timing import ceilings
     from kda_chunkwise import CHUNKWISE, measure_chunkwise
     from kda_decode import DECODE, VERIFY, measure_decode, measure_verify
 

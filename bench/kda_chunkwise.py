@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import kda_fla
 import torch
-from gpu import Ceilings, first_call_seconds, milliseconds, peak_gib
+from gpu_timing import Ceilings, first_call_seconds, milliseconds, peak_gib
 from kda_inputs import Chunkwise, Tokens, forward_work, training_work
 from rows import row
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import kda_fla
 import torch
-from gpu import Call, Ceilings, milliseconds_in_graph
+from gpu_timing import Call, Ceilings, milliseconds_in_graph
 from kda_inputs import Tokens, decode_work
 from rows import row
 

@@ -14,9 +14,9 @@ import argparse
 from typing import Any
 
 import torch
+from gpu_timing import _copy_bandwidth, milliseconds_in_graph
 from kda_decode import DECODE, HEADS, VERIFY, C, K, Work, _our_step, _our_window, _projections, _weights
 
-from gpu import _copy_bandwidth, milliseconds_in_graph
 from openk3.ops.kda.decoding import DraftWindow, MixerWeights, kda_decode, kda_verify
 
 Tensor = torch.Tensor

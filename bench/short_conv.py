@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import product
 
 import torch
-from gpu import Ceilings, ceilings, milliseconds
+from gpu_timing import Ceilings, ceilings, milliseconds
 from kda_fla import compile_candidates_together
 from rows import merge, row
 
