@@ -138,7 +138,9 @@ def test_weights_of_another_model_are_refused_by_field(recipe, capsys):
     )
     assert "first/checkpoints/step-00000008" in message
     assert "dense_width is 48 there and 64 here" in message
-    assert "nothing: no checkpoint there: no such folder" in refused(capsys, "train", recipe, "--out", "x", "--init-from", "nothing")
+    assert "nothing: no checkpoint there: no such folder" in refused(
+        capsys, "train", recipe, "--out", "x", "--init-from", "nothing"
+    )
 
 
 def test_a_full_disk_while_saving_keeps_the_last_checkpoint_and_the_run_goes_on_later(
