@@ -119,6 +119,9 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=["decode", "verify"])
     only = parser.parse_args().only
+    if not torch.cuda.is_available():
+        print("bench/kda_decode_tuning.py needs a CUDA device")
+        return
     bandwidth = _copy_bandwidth()
     if only != "verify":
         check_decode()

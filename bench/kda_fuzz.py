@@ -100,11 +100,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("device", help="names the file of results")
+    parser.add_argument("device", nargs="?", default="h200", help="names the file of results")
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench/kda_fuzz.py needs a CUDA device")
+        return
     rng, begun = random.Random(arguments.seed), time.monotonic()
     worst: dict[str, tuple[float, object]] = {}
     failures, done, with_gradients = [], 0, 0
