@@ -15,6 +15,7 @@ import torch
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, choose
 from openk3.ops.inputs import check_floating
+from openk3.ops.kda.hopper import hopper_fits
 from openk3.ops.kda.recurrence import kda
 from openk3.ops.kda_gate import kda_gate
 from openk3.ops.norm import l2_norm
@@ -128,7 +129,8 @@ def gated_kda(
     if kernels_fit and q.is_cuda and torch.is_grad_enabled():
         trained = (q, k, v, z, b, A_log, dt_bias, initial_state)
         if any(x is not None and x.requires_grad for x in trained):
-            kernels_fit = _backward_fits(q)
+            # The plain backward reads outside its shared memory on sm_90 at K = 64; no other card was tried.
+            kernels_fit = hopper_fits(q, q.shape[2])
     chosen = choose("gated_kda", q, implementation, kernels=kernels_fit)
     if chosen == "triton":
         from openk3.ops.kda.kernels.operator import gated_kda as kernels
@@ -163,12 +165,6 @@ def _kernels_take(q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, A_log: 
     of_one_dtype = q.dtype == k.dtype == v.dtype == z.dtype == b.dtype
     fits = q.dtype in (torch.bfloat16, torch.float32) and A_log.dtype != torch.float64
     return of_one_dtype and fits and q.shape[2] == v.shape[2] and q.shape[2] in (64, 128)
-
-
-def _backward_fits(q: Tensor) -> bool:
-    """The plain backward reads outside its shared memory on sm_90 at K = 64; no other card was tried."""
-    on_hopper = torch.cuda.get_device_capability(q.device) == (9, 0)
-    return on_hopper and q.dtype == torch.bfloat16 and q.shape[2] == 128
 
 
 def _sequence_of(end: int, bounds: list[int]) -> tuple[int, int]:

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from openk3.ops.kda.hopper import hopper_fits
 from openk3.ops.kda.kernels.intra_backward import InputGradients, intra_backward
 from openk3.ops.kda.kernels.plan import ChunkPlan
 from openk3.ops.kda.kernels.prepare import Prepared
-from openk3.ops.kda.kernels.scan import on_hopper_as
 from openk3.ops.kda.kernels.scan_backward import scan_backward
 
 
@@ -54,7 +54,7 @@ def backward(
     arguments = (
         q, k, v, z, b, A_log, dt_bias, o, d_o, d_v, states, d_states, errors, plan, lower_bound, scale
     )  # fmt: skip
-    if on_hopper_as(v, q.shape[-1]):
+    if hopper_fits(q, q.shape[-1]):
         from openk3.ops.kda.kernels.intra_backward_hopper import intra_backward_hopper
 
         inputs = intra_backward_hopper(*arguments)

@@ -17,18 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
+from openk3.ops.kda.hopper import hopper_fits
+
 Tensor = torch.Tensor
 
 NORM_EPS = 1e-6  # of the L2 norm, as in openk3.ops.norm.l2_norm
 # At K = 128, two programs an SM, so that one loads while the other computes.
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 HOPPER = {"num_warps": 8, "maxnreg": 128, "enable_fp_fusion": False}
-
-
-def on_hopper(x: Tensor, K: int) -> bool:
-    """Whether the kernels in Hopper's layouts fit."""
-    half = x.is_cuda and x.dtype == torch.bfloat16
-    return half and K == 128 and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 @triton.jit
@@ -201,7 +197,7 @@ def decode(
     """See `openk3.ops.kda.decoding.kda_decode`."""
     N, H, K = z.shape
     out = qkv.new_empty(N, H * K)
-    if N and on_hopper(qkv, K):
+    if N and hopper_fits(qkv, K):
         from openk3.ops.kda.kernels.decode_hopper import decode_hopper
 
         decode_hopper[(N, H)](

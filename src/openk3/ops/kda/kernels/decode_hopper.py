@@ -17,6 +17,8 @@ from triton.experimental import gluon  # type: ignore[import-untyped]
 from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2  # type: ignore[import-untyped]
 
+from openk3.ops.kda.kernels.hopper_math import add, exp2, reciprocal
+
 LOG2_E = gl.constexpr(1.4426950408889634)
 K = gl.constexpr(128)
 # Natural log: below it a decay counts as it in a window's outputs, which adds 3e-7 of a value.
@@ -50,18 +52,9 @@ def tokens_layout(warps):
 
 
 @gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def _sigmoid(x):
     """Of x log2(e)."""
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + _exp2(-x)], dtype=gl.float32, is_pure=True, pack=1
-    )
+    return reciprocal(1.0 + exp2(-x))
 
 
 @gluon.jit
@@ -82,7 +75,7 @@ def _head(taps, A_log, dt_bias, scale, h, kind, i, H: gl.constexpr):
     w2 = gl.load(taps + 2 * C + channel, mask=known, other=0.0).to(gl.float32)
     w3 = gl.load(taps + 3 * C + channel, mask=known, other=0.0).to(gl.float32)
     bias = gl.load(dt_bias + h * K + i, mask=kind == 3, other=0.0).to(gl.float32)
-    rate = gl.minimum(_exp2(LOG2_E * gl.load(A_log + h).to(gl.float32)), 1e38)
+    rate = gl.minimum(exp2(LOG2_E * gl.load(A_log + h).to(gl.float32)), 1e38)
     slope = LOG2_E * gl.where(kind == 3, rate, 1.0)
     factor = gl.where(kind == 0, scale, 1.0)
     return w0, w1, w2, w3, bias, slope, factor
@@ -99,12 +92,12 @@ def _token(x, s: gl.constexpr, head, kind, decayed, lower_bound, l2_eps, BOUNDED
     if BOUNDED:
         y = gl.where(kind == 3, lower_bound, u) * _sigmoid(u * slope)
     else:
-        e = _exp2(-LOG2_E * gl.abs(u))
+        e = exp2(-LOG2_E * gl.abs(u))
         log1p = gl.where(e < 0.01, e * (1.0 - e * (0.5 - e * (1 / 3))), gl.log(1.0 + e))
         softplus = gl.maximum(u, 0.0) + log1p
         y = gl.where(kind == 3, softplus * (slope * (-1 / LOG2_E)), u * _sigmoid(u * LOG2_E))
     log_decay = y * LOG2_E
-    y = gl.where(kind == 3, gl.where(decayed, _exp2(log_decay), log_decay), y)
+    y = gl.where(kind == 3, gl.where(decayed, exp2(log_decay), log_decay), y)
     norm = _rsqrt(gl.expand_dims(gl.sum(y * y, 2), 2) + l2_eps)
     return y * gl.where(kind < 2, norm * factor, 1.0)
 
@@ -239,11 +232,6 @@ def _product(left, right, M: gl.constexpr, N: gl.constexpr, ACC: gl.constexpr):
 
 
 @gluon.jit
-def _add(x, y):
-    return x + y
-
-
-@gluon.jit
 def verify_hopper(
     qkv, z, b, gate, state, tail, past_qkv, past_z, past_b, accepted, slots,
     taps, A_log, dt_bias, norm_weight, out, scale, lower_bound, norm_eps, l2_eps,
@@ -341,12 +329,12 @@ def verify_hopper(
     kq = window.slice(0, 2, dim=2).load(WINDOW)
     floor = gl.maximum(lower_bound, PAIR_FLOOR) * LOG2_E
     log_decay = gl.maximum(window.slice(3, 1, dim=2).load(WINDOW), floor)
-    log_decay = gl.associative_scan(log_decay, 0, _add) + SHIFT
+    log_decay = gl.associative_scan(log_decay, 0, add) + SHIFT
     window_betas = betas._reinterpret(gl.float32, [2 * T, 1, 1, 1], FLAT4).slice(T, T)
     entering = gl.allocate_shared_memory(gl.float32, [2 * T, K], ROWS8)
     right = gl.allocate_shared_memory(gl.float32, [16, K], ROWS8)
-    entering.store(gl.reshape(kq * _exp2(log_decay), [2 * T, K]))
-    right.slice(0, 2 * T).store(gl.reshape(kq * _exp2(-log_decay) * window_betas.load(WINDOW), [2 * T, K]))
+    entering.store(gl.reshape(kq * exp2(log_decay), [2 * T, K]))
+    right.slice(0, 2 * T).store(gl.reshape(kq * exp2(-log_decay) * window_betas.load(WINDOW), [2 * T, K]))
 
     rows = tokens._reinterpret(gl.float32, [T * 8, K], FLAT1)
     for t in range(count):

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
     warpgroup_mma_wait,
 )
 
+from openk3.ops.kda.kernels.hopper_math import add, exp2, reciprocal
 from openk3.ops.kda.kernels.intra_backward import InputGradients
 from openk3.ops.kda.kernels.plan import ChunkPlan
 from openk3.ops.kda.kernels.prepare import L2_EPS
@@ -51,25 +52,6 @@ WIDE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 
 SQUARE = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
 )
-
-
-@gluon.jit
-def _add(x, y):
-    return x + y
-
-
-@gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _reciprocal(x):
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -169,17 +151,17 @@ def _between(x, anchor_0, anchor_1):
     """x 2^(M_1 - M_0), in two steps: the factor alone may be too small for fp32 where the product is not."""
     apart = _beside(anchor_1) - _beside(anchor_0)
     half = gl.floor(0.5 * apart)
-    return x * _exp2(half) * _exp2(apart - half)
+    return x * exp2(half) * exp2(apart - half)
 
 
 @gluon.jit
 def _from_start(anchor_0, anchor_1):
-    return _exp2(_anchor(anchor_0, anchor_1))
+    return exp2(_anchor(anchor_0, anchor_1))
 
 
 @gluon.jit
 def _to_end(anchor_0, anchor_1, total):
-    return _exp2(_beside(total) - _anchor(anchor_0, anchor_1))
+    return exp2(_beside(total) - _anchor(anchor_0, anchor_1))
 
 
 @gluon.jit
@@ -278,7 +260,7 @@ def _intra_backward_hopper(
     betas = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
     q_norms.store(_inverse_norms(q_tile, EPS))
     k_norms.store(_inverse_norms(k_tile, EPS))
-    beta = _reciprocal(1.0 + _exp2(-LOG2_E * beta_logits))
+    beta = reciprocal(1.0 + exp2(-LOG2_E * beta_logits))
     betas.store(beta)
     gl.store(
         d_b + start * H + h + t * H,
@@ -296,7 +278,7 @@ def _intra_backward_hopper(
     channel = gl.expand_dims(gl.expand_dims(d, 0), 0)
     bias = gl.expand_dims(gl.expand_dims(bias, 0), 0)
     u = rate * (_groups(z_tile.load(ROWS).to(gl.float32)) + bias)
-    a = (BOUND * LOG2_E) * _reciprocal(1.0 + _exp2(-LOG2_E * u))
+    a = (BOUND * LOG2_E) * reciprocal(1.0 + exp2(-LOG2_E * u))
     a = gl.where(inside, a, 0.0)
     sums = gl.allocate_shared_memory(gl.float32, [COUNT, K], TABLE)
     anchor_0 = gl.allocate_shared_memory(gl.float32, [K], FLAT)
@@ -310,17 +292,17 @@ def _intra_backward_hopper(
     anchor_0.store(gl.floor(0.5 * first_tile))
     anchor_1.store(gl.floor(0.5 * (first_tile + both_tiles)))
     total.store(both_tiles)
-    sums.store(gl.associative_scan(by_group, 0, _add) - by_group)
-    Gc = gl.associative_scan(a, 1, _add) + gl.expand_dims(sums.load(SUMS), 1)
+    sums.store(gl.associative_scan(by_group, 0, add) - by_group)
+    Gc = gl.associative_scan(a, 1, add) + gl.expand_dims(sums.load(SUMS), 1)
     M = gl.where(group < COUNT // 2, _per_channel(anchor_0), _per_channel(anchor_1))
-    up = _exp2(Gc - M)
+    up = exp2(Gc - M)
     # Operands of the pairs.
     right = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
     left_q = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
     left_k = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
     unit = _unit(k_tile, k_norms)
     left_k.store(_rows((unit * up).to(gl.bfloat16)))
-    right.store(_rows((unit * _per_row(betas) * _reciprocal(up)).to(gl.bfloat16)))
+    right.store(_rows((unit * _per_row(betas) * reciprocal(up)).to(gl.bfloat16)))
     left_q.store(_rows((_unit(q_tile, q_norms) * (scale * up)).to(gl.bfloat16)))
     fence_async_shared()
 
@@ -358,7 +340,7 @@ def _intra_backward_hopper(
     y = _product(dL_own.permute((1, 0)), left_k, y)
     y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y,)) * down_scale, ROWS))
     d_G -= _groups(right.load(ROWS).to(gl.float32)) * y
-    d_writes = _reciprocal(up) * y + (scale * _per_row(own_pair)) * _unit(q_tile, q_norms)
+    d_writes = reciprocal(up) * y + (scale * _per_row(own_pair)) * _unit(q_tile, q_norms)
     d_unit += _per_row(betas) * d_writes
     along_k = 2.0 * _per_row(along_w) - _per_row(along_v)
     d_rows = _per_row(k_norms) * (d_unit - along_k * _unit(k_tile, k_norms))
@@ -368,13 +350,13 @@ def _intra_backward_hopper(
     group_sum = gl.sum(d_G, 1)
     sums.store(group_sum)
     by_group = sums.load(CHANNELS)
-    sums.store(gl.expand_dims(gl.sum(by_group, 0), 0) - gl.associative_scan(by_group, 0, _add))
-    d_g = gl.expand_dims(group_sum, 1) - gl.associative_scan(d_G, 1, _add) + d_G
+    sums.store(gl.expand_dims(gl.sum(by_group, 0), 0) - gl.associative_scan(by_group, 0, add))
+    d_g = gl.expand_dims(group_sum, 1) - gl.associative_scan(d_G, 1, add) + d_G
     d_g += gl.expand_dims(sums.load(SUMS), 1)
-    d_g += _exp2(_per_channel(total)) * _per_channel(S_dS) + _per_channel(to_S_writes)
+    d_g += exp2(_per_channel(total)) * _per_channel(S_dS) + _per_channel(to_S_writes)
     u = rate * (_groups(z_tile.load(ROWS).to(gl.float32)) + bias)
-    e = _exp2(-LOG2_E * u)
-    gate = _reciprocal(1.0 + e)
+    e = exp2(-LOG2_E * u)
+    gate = reciprocal(1.0 + e)
     slope = gate * gl.where(e < 1.0, e * gate, 1.0 - gate)
     d_u = gl.where(inside, BOUND * slope * d_g, 0.0)
     d_logits = d_u * rate

@@ -25,6 +25,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from openk3.ops.kda.hopper import hopper_fits
 from openk3.ops.kda.kernels.plan import CHUNK, ChunkPlan
 
 L2_EPS = 1e-6
@@ -169,11 +170,6 @@ def _prepare(
     tl.store(inverse + block + TILE * CHUNK + TILE, X1.to(OPERAND))
 
 
-def on_hopper(x: torch.Tensor) -> bool:
-    """Whether the kernel with Hopper's layouts runs on x's device."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
-
-
 def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -200,7 +196,7 @@ def prepare(
     outputs = qd, kd, ke, inverse, attention, decay
     strides = *q.stride()[:2], *k.stride()[:2], *z.stride()[:2], b.stride(0)
     if hopper is None:
-        hopper = half and K == 128 and on_hopper(q)
+        hopper = hopper_fits(q, K)
     if hopper:
         from openk3.ops.kda.kernels.prepare_hopper import prepare_hopper
 

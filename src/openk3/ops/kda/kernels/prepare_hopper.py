@@ -24,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
     warpgroup_mma_wait,
 )
 
+from openk3.ops.kda.kernels.hopper_math import add, exp2, reciprocal
+
 LOG2_E = gl.constexpr(1.4426950408889634)
 TILE = gl.constexpr(32)
 CHUNK = gl.constexpr(64)
@@ -48,25 +50,6 @@ BLOCKS = gl.constexpr(
     gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8])
 )
 BELOW = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2], instr_shape=[16, 8]))
-
-
-@gluon.jit
-def _add(x, y):
-    return x + y
-
-
-@gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _reciprocal(x):
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -186,7 +169,7 @@ def prepare_hopper(
     t = gl.arange(0, CHUNK, layout=VECTOR)
     logits = gl.load(b + h + (start + t) * stride_b, mask=t < rows, other=0.0).to(gl.float32)
     betas = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
-    betas.store(_reciprocal(1.0 + _exp2(-LOG2_E * logits)))
+    betas.store(reciprocal(1.0 + exp2(-LOG2_E * logits)))
     # sigmoid(exp(A) (z + bias)) = 1 / (1 + 2^(slope z + offset))
     d = gl.arange(0, K, layout=gl.SliceLayout(0, gl.SliceLayout(0, TILES)))
     slope = -LOG2_E * gl.exp(gl.minimum(gl.load(A_log + h).to(gl.float32), 60.0))
@@ -212,16 +195,16 @@ def prepare_hopper(
     )
     channel = gl.expand_dims(gl.expand_dims(d, 0), 0)
     slope_z = _tiles(right.load(ROWS).to(gl.float32)) * slope + gl.expand_dims(gl.expand_dims(offset, 0), 0)
-    a = (BOUND * LOG2_E) * _reciprocal(1.0 + _exp2(slope_z))
+    a = (BOUND * LOG2_E) * reciprocal(1.0 + exp2(slope_z))
     a = gl.where(tile * TILE + i < rows, a, 0.0)
-    G = gl.associative_scan(a, 1, _add)
+    G = gl.associative_scan(a, 1, add)
     total = gl.expand_dims(gl.sum(a, 1), 1)  # [2, 1, 128]
-    own_decay = _exp2(total)
+    own_decay = exp2(total)
     decays = gl.allocate_shared_memory(gl.float32, [2, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     decays.store(
         gl.convert_layout(gl.reshape(own_decay, [2, K]), gl.BlockedLayout([1, 2], [1, 32], [2, 2], [1, 0]))
     )
-    up = _exp2(G + SHIFT)
+    up = exp2(G + SHIFT)
     p0 = decays.slice(0, 1).load(gl.BlockedLayout([1, 2], [1, 32], [2, 2], [1, 0]))
     p1 = decays.slice(1, 1).load(gl.BlockedLayout([1, 2], [1, 32], [2, 2], [1, 0]))
     p0 = gl.convert_layout(gl.reshape(p0, [1, 1, K]), TILES)
@@ -234,9 +217,9 @@ def prepare_hopper(
     x = _tiles(left_q.load(ROWS).to(gl.float32)) * _per_row(norms_q) * up
     left_q.store(_rows(x.to(gl.bfloat16)))
     gl.store(qd + out, (x * from_start).to(gl.bfloat16))
-    x = _tiles(left_k.load(ROWS).to(gl.float32)) * _per_row(norms_w) * _reciprocal(up)
+    x = _tiles(left_k.load(ROWS).to(gl.float32)) * _per_row(norms_w) * reciprocal(up)
     right.store(_rows(x.to(gl.bfloat16)))
-    x *= _exp2(total + SHIFT)
+    x *= exp2(total + SHIFT)
     earlier = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], WIDE)
     earlier.store(_rows(x.to(gl.bfloat16)))
     gl.store(ke + out, (x * to_end).to(gl.bfloat16))

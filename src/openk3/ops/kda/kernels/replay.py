@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+from openk3.ops.kda.hopper import hopper_fits
 from openk3.ops.kda.kernels.decode import (
     NORM_EPS,
     against,
@@ -36,7 +37,6 @@ from openk3.ops.kda.kernels.decode import (
     gates,
     head_rate,
     log_decay,
-    on_hopper,
     projected,
     state_cells,
 )
@@ -220,7 +220,7 @@ def verify(
     """See `openk3.ops.kda.decoding.kda_verify`."""
     N, W, H, K = z.shape
     out = qkv.new_empty(N, W, H * K)
-    if N and on_hopper(qkv, K):
+    if N and hopper_fits(qkv, K):
         from openk3.ops.kda.kernels.decode_hopper import PAIR_FLOOR, verify_hopper
 
         P = past_qkv.shape[1]

@@ -18,8 +18,9 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from openk3.ops.kda.hopper import hopper_fits, on_hopper
 from openk3.ops.kda.kernels.plan import CHUNK, ChunkPlan
-from openk3.ops.kda.kernels.prepare import Prepared, on_hopper
+from openk3.ops.kda.kernels.prepare import Prepared
 
 
 @dataclass(frozen=True)
@@ -147,11 +148,6 @@ def hopper_tiles(programs: int) -> ScanTiles:
     )
 
 
-def on_hopper_as(v: torch.Tensor, K: int) -> bool:
-    """Whether the kernels in Hopper's layouts fit v `[T, H, V]`."""
-    return v.dtype == torch.bfloat16 and K == v.shape[2] == 128 and on_hopper(v)
-
-
 def scan(
     v: torch.Tensor,
     prepared: Prepared,
@@ -175,7 +171,7 @@ def scan(
     """
     T, H, V = v.shape
     N, K = plan.sequences, prepared.kd.shape[-1]
-    hopper = on_hopper_as(v, K) if hopper is None else hopper
+    hopper = hopper_fits(v, K) if hopper is None else hopper
     operand = prepared.kd.dtype
     kept = None
     if checkpoint_of_chunk is not None:

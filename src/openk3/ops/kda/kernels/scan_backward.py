@@ -18,8 +18,9 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from openk3.ops.kda.hopper import hopper_fits
 from openk3.ops.kda.kernels.plan import CHUNK, ChunkPlan
-from openk3.ops.kda.kernels.prepare import Prepared, on_hopper
+from openk3.ops.kda.kernels.prepare import Prepared
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def scan_backward(
     T, H, V = d_o.shape
     N, K = plan.sequences, prepared.kd.shape[-1]
     if hopper is None:  # its copies need a token at least
-        hopper = d_o.dtype == torch.bfloat16 and K == V == 128 and T > 0 and on_hopper(d_o)
+        hopper = T > 0 and hopper_fits(d_o, K)
     tiles = tiles or (hopper_tiles(N * H) if hopper else scan_backward_tiles(V))
     d_v = torch.empty_like(d_o)
     d_states = prepared.kd.new_empty(plan.chunks, H, V, K)
