@@ -70,11 +70,25 @@ def _largest(x, y):
 
 
 @gluon.jit
+def _append(before_x, x, before_y, y):
+    return before_x + x + before_y, y
+
+
+@gluon.jit
+def _sums_before(x, AXIS: gl.constexpr):
+    """For each element the sum of those before it."""
+    return gl.associative_scan((gl.zeros_like(x), x), AXIS, _append)[0]
+
+
+@gluon.jit
 def _power_of_two(x):
-    """What brings the largest element of `[64, 64]`, not negative, to between 16 and 32, and its inverse."""
+    """What brings the largest element of `[64, 64]`, not negative, to between 16 and 32, and its inverse.
+
+    Not further than 2^64 up: rows' products with the state, of any size beside the pairs', take part.
+    """
     largest = gl.reduce(gl.reduce(x, 1, _largest), 0, _largest)
     exponent = (largest.to(gl.int32, bitcast=True) >> 23) & 255
-    exponent = gl.minimum(gl.maximum(exponent, 32), 222)
+    exponent = gl.minimum(gl.maximum(exponent, 67), 250)
     scale = ((258 - exponent) << 23).to(gl.float32, bitcast=True)
     return scale, ((exponent - 4) << 23).to(gl.float32, bitcast=True)
 
@@ -311,10 +325,10 @@ def _intra_backward_hopper(
     across = warpgroup_mma_wait(0, deps=(across,))
     y_q = y_q * (up_scale * _from_start(anchor_0, anchor_1)) + _between(across, anchor_0, anchor_1)
     y_q = _product(dA_own, right, y_q)
-    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y_q,)) * down_scale, ROWS))
+    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y_q,)), ROWS))
     d_G = _groups(left_q.load(ROWS).to(gl.float32)) * y
     writes = _unit(k_tile, k_norms) * _per_row(betas)
-    d_unit = scale * (up * y + _per_row(own_pair) * writes)
+    d_unit = scale * (up * y * down_scale + _per_row(own_pair) * writes)
     out = at + row * (H * K) + channel
     d_rows = _per_row(q_norms) * (d_unit - _per_row(along_q) * _unit(q_tile, q_norms))
     gl.store(d_q + out, d_rows.to(d_q.dtype.element_ty), mask=inside)
@@ -324,36 +338,42 @@ def _intra_backward_hopper(
     across = warpgroup_mma_wait(0, deps=(across,))
     y_k = _between(across, anchor_0, anchor_1) - y_k * (up_scale * _from_start(anchor_0, anchor_1))
     y_k = _product(dL_own, right, y_k)
-    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y_k,)) * down_scale, ROWS))
+    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y_k,)), ROWS))
     d_G += _groups(left_k.load(ROWS).to(gl.float32)) * y
-    d_unit = up * y
+    d_unit = up * y * down_scale
 
     # To w = beta k.
     y = _first_product(E_tile, dS_tile, WIDE, K)
     across = _first_product(dA_across.permute((1, 0)), left_q, WIDE, K)
     across = _product(dL_across.permute((1, 0)), left_k, across)
     y, across = warpgroup_mma_wait(0, deps=(y, across))
-    y *= _to_end(anchor_0, anchor_1, total)
-    to_S_writes = gl.allocate_shared_memory(gl.float32, [K], FLAT)
-    to_S_writes.store(gl.sum(right.load(WIDE).to(gl.float32) * y, 0))
-    y = _product(dA_own.permute((1, 0)), left_q, y * up_scale + _between(across, anchor_0, anchor_1))
-    y = _product(dL_own.permute((1, 0)), left_k, y)
-    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y,)) * down_scale, ROWS))
-    d_G -= _groups(right.load(ROWS).to(gl.float32)) * y
-    d_writes = reciprocal(up) * y + (scale * _per_row(own_pair)) * _unit(q_tile, q_norms)
+    across = _product(dA_own.permute((1, 0)), left_q, _between(across, anchor_0, anchor_1))
+    across = _product(dL_own.permute((1, 0)), left_k, across)
+    to_state = _groups(gl.convert_layout(y * _to_end(anchor_0, anchor_1, total), ROWS))
+    to_pairs = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(across,)), ROWS))
+    w = _groups(right.load(ROWS).to(gl.float32))
+    d_G -= w * to_pairs
+    to_leaving = w * to_state
+    down = reciprocal(up)
+    d_writes = down * to_pairs * down_scale + down * to_state
+    d_writes += (scale * _per_row(own_pair)) * _unit(q_tile, q_norms)
     d_unit += _per_row(betas) * d_writes
     along_k = 2.0 * _per_row(along_w) - _per_row(along_v)
     d_rows = _per_row(k_norms) * (d_unit - along_k * _unit(k_tile, k_norms))
     gl.store(d_k + out, d_rows.to(d_k.dtype.element_ty), mask=inside)
 
-    # To the gate: what spans a row is behind it and not before it.
+    # To the gate: what spans a row. Pairs and reads of the entering state: behind the row and not before it.
+    # Writes into the leaving state: those before it, summed as such, as the row's own may be far larger.
     group_sum = gl.sum(d_G, 1)
     sums.store(group_sum)
     by_group = sums.load(CHANNELS)
     sums.store(gl.expand_dims(gl.sum(by_group, 0), 0) - gl.associative_scan(by_group, 0, add))
     d_g = gl.expand_dims(group_sum, 1) - gl.associative_scan(d_G, 1, add) + d_G
-    d_g += gl.expand_dims(sums.load(SUMS), 1)
-    d_g += exp2(_per_channel(total)) * _per_channel(S_dS) + _per_channel(to_S_writes)
+    d_g = (d_g + gl.expand_dims(sums.load(SUMS), 1)) * down_scale
+    sums.store(gl.sum(to_leaving, 1))
+    sums.store(_sums_before(sums.load(CHANNELS), 0))
+    d_g += _sums_before(to_leaving, 1) + gl.expand_dims(sums.load(SUMS), 1)
+    d_g += exp2(_per_channel(total)) * _per_channel(S_dS)
     u = rate * (_groups(z_tile.load(ROWS).to(gl.float32)) + bias)
     e = exp2(-LOG2_E * u)
     gate = reciprocal(1.0 + e)
