@@ -35,20 +35,25 @@ from openk3.ops.kda.kernels.prepare import L2_EPS
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 CHUNK = gl.constexpr(64)
+TILE = gl.constexpr(32)
 K = gl.constexpr(128)
+HALF = gl.constexpr(64)
 WARPS = gl.constexpr(8)
 # Rows of a channel that one thread holds, and how many such groups a chunk has.
-GROUP = gl.constexpr(16)
-COUNT = gl.constexpr(4)
+GROUP = gl.constexpr(8)
+COUNT = gl.constexpr(8)
 
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # [rows, 64]
+WIDE_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # [rows, 128]
 VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
-ROWS = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 2], [1, 0]))  # [64, 128]
-GROUPS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 2], [2, 1, 0]))  # [4, 16, 128]
-SUMS = gl.constexpr(gl.SliceLayout(1, GROUPS))  # [4, 128], by group and channel
-CHANNELS = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [1, 8], [1, 0]))  # all groups in a thread
-ROW = gl.constexpr(gl.SliceLayout(1, ROWS))
-WIDE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 64, 16]))
+ROWS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0]))  # [64, 64]
+GROUPS = gl.constexpr(gl.BlockedLayout([1, 8, 2], [1, 1, 32], [8, 1, 1], [2, 1, 0]))  # [8, 8, 64]
+SUMS = gl.constexpr(gl.SliceLayout(1, GROUPS))  # [8, 64], by group and channel
+CHANNELS = gl.constexpr(gl.BlockedLayout([8, 1], [1, 32], [1, 8], [1, 0]))  # all groups in a thread
+ROW = gl.constexpr(gl.SliceLayout(2, GROUPS))  # [8, 8]
+# Products, [64, 64].
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 SQUARE = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
 )
@@ -56,12 +61,19 @@ SQUARE = gl.constexpr(
 
 @gluon.jit
 def _groups(x):
-    return gl.convert_layout(gl.reshape(x, [COUNT, GROUP, K]), GROUPS)
+    """Of a product: a thread's rows of its channels."""
+    return gl.convert_layout(gl.reshape(gl.convert_layout(x, ROWS), [COUNT, GROUP, HALF]), GROUPS)
 
 
 @gluon.jit
-def _rows(x):
-    return gl.convert_layout(gl.reshape(x, [CHUNK, K]), ROWS)
+def _load(tile):
+    """`[64, 64]` in shared memory by groups, in fp32."""
+    return gl.convert_layout(gl.reshape(tile.load(ROWS), [COUNT, GROUP, HALF]), GROUPS).to(gl.float32)
+
+
+@gluon.jit
+def _store(tile, x):
+    tile.store(gl.convert_layout(gl.reshape(x.to(gl.bfloat16), [CHUNK, HALF]), ROWS))
 
 
 @gluon.jit
@@ -94,32 +106,38 @@ def _power_of_two(x):
 
 
 @gluon.jit
-def _copy(buffer, x, rows, stride, ROWS_OF: gl.constexpr):
-    """Starts the copy of `[ROWS_OF, 128]` rows, zeros from row `rows` on."""
-    i = gl.arange(0, ROWS_OF, layout=gl.SliceLayout(1, COPY))
-    d = gl.arange(0, K, layout=gl.SliceLayout(0, COPY))
+def _copy(buffer, x, rows, stride, LAYOUT: gl.constexpr):
+    """Starts the copy of rows of `buffer`'s shape, zeros from row `rows` on."""
+    i = gl.arange(0, buffer.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, buffer.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     async_copy.async_copy_global_to_shared(
         buffer, x + i[:, None] * stride + d[None, :], mask=(i < rows)[:, None]
     )
 
 
 @gluon.jit
+def _copy_halves(buffers, x, rows, stride):
+    _copy(buffers.index(0), x, rows, stride, COPY)
+    _copy(buffers.index(1), x + HALF, rows, stride, COPY)
+
+
+@gluon.jit
 def _load_rows(x, rows, stride):
-    i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, COPY))
-    d = gl.arange(0, K, layout=gl.SliceLayout(0, COPY))
+    i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE_COPY))
+    d = gl.arange(0, K, layout=gl.SliceLayout(0, WIDE_COPY))
     return gl.load(x + i[:, None] * stride + d[None, :], mask=(i < rows)[:, None], other=0.0)
 
 
 @gluon.jit
 def _row_dots(x, buffer):
     """`[64]`: products of rows with those in shared memory, summed."""
-    return gl.sum(x.to(gl.float32) * buffer.load(COPY).to(gl.float32), 1)
+    return gl.sum(x.to(gl.float32) * buffer.load(WIDE_COPY).to(gl.float32), 1)
 
 
 @gluon.jit
-def _inverse_norms(buffer, EPS: gl.constexpr):
-    x = buffer.load(COPY).to(gl.float32)
-    return gl.rsqrt(gl.sum(x * x, 1) + EPS)
+def _inverse_norms(buffers, EPS: gl.constexpr):
+    x, y = buffers.index(0).load(COPY).to(gl.float32), buffers.index(1).load(COPY).to(gl.float32)
+    return gl.rsqrt(gl.sum(x * x + y * y, 1) + EPS)
 
 
 @gluon.jit
@@ -128,36 +146,28 @@ def _product(left, right, acc):
 
 
 @gluon.jit
-def _first_product(left, right, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr):
-    zero = gl.zeros([CHUNK, COLUMNS], gl.float32, layout=LAYOUT)
+def _first_product(left, right):
+    zero = gl.zeros([CHUNK, HALF], gl.float32, layout=SQUARE)
     return warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _per_row(buffer):
-    """`[64]` in shared memory beside every channel of its row."""
-    values = gl.expand_dims(buffer.load(ROW), 1)
-    return gl.convert_layout(gl.reshape(values, [COUNT, GROUP, 1]), GROUPS)
+    """`[64]` in shared memory, by groups."""
+    return buffer._reinterpret(gl.float32, [COUNT, GROUP], PLAIN).load(ROW)
 
 
 @gluon.jit
 def _per_channel(buffer):
-    """`[128]` in shared memory beside every row of its channel."""
+    """`[64]` in shared memory beside every row of its channel."""
     values = buffer.load(gl.SliceLayout(0, gl.SliceLayout(0, GROUPS)))
     return gl.expand_dims(gl.expand_dims(values, 0), 0)
 
 
 @gluon.jit
 def _beside(buffer):
-    """`[128]` in shared memory as a row of products."""
-    return buffer.load(gl.SliceLayout(0, WIDE))[None, :]
-
-
-@gluon.jit
-def _anchor(anchor_0, anchor_1):
-    """M of each row's tile."""
-    r = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))[:, None]
-    return gl.where(r < 32, _beside(anchor_0), _beside(anchor_1))
+    """`[64]` in shared memory as a row of products."""
+    return buffer.load(gl.SliceLayout(0, SQUARE))[None, :]
 
 
 @gluon.jit
@@ -166,22 +176,6 @@ def _between(x, anchor_0, anchor_1):
     apart = _beside(anchor_1) - _beside(anchor_0)
     half = gl.floor(0.5 * apart)
     return x * exp2(half) * exp2(apart - half)
-
-
-@gluon.jit
-def _from_start(anchor_0, anchor_1):
-    return exp2(_anchor(anchor_0, anchor_1))
-
-
-@gluon.jit
-def _to_end(anchor_0, anchor_1, total):
-    return exp2(_beside(total) - _anchor(anchor_0, anchor_1))
-
-
-@gluon.jit
-def _unit(tile, norms):
-    """Normalised rows of raw ones."""
-    return _groups(tile.load(ROWS).to(gl.float32)) * _per_row(norms)
 
 
 @gluon.jit
@@ -206,186 +200,193 @@ def _intra_backward_hopper(
     z += start * stride_zt + h * stride_zh
     b += start * stride_b + h
 
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, K], gl.bfloat16)
-    PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    TABLE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    dO_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
-    D_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
-    E_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
-    S_tile = gl.allocate_shared_memory(gl.bfloat16, [K, K], TILE)
-    dS_tile = gl.allocate_shared_memory(gl.bfloat16, [K, K], TILE)
-    q_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
-    k_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
-    z_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
-    _copy(dO_tile, d_o + at, rows, H * K, CHUNK)
-    _copy(D_tile, d_v + at, rows, H * K, CHUNK)
-    _copy(E_tile, errors + chunk * CHUNK * K, CHUNK, K, CHUNK)
-    _copy(S_tile, states + chunk * K * K, K, K, K)
-    _copy(dS_tile, d_states + chunk * K * K, K, K, K)
+    dO_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], SWIZZLED)
+    D_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], SWIZZLED)
+    E_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], SWIZZLED)
+    q_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], SWIZZLED)
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], SWIZZLED)
+    z_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], SWIZZLED)
+    S_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, K, HALF], SWIZZLED)
+    dS_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, K, HALF], SWIZZLED)
+    states += chunk * K * K
+    d_states += chunk * K * K
+    _copy(dO_tile, d_o + at, rows, H * K, WIDE_COPY)
+    _copy(D_tile, d_v + at, rows, H * K, WIDE_COPY)
+    _copy(E_tile, errors + chunk * CHUNK * K, CHUNK, K, WIDE_COPY)
     async_copy.commit_group()
-    _copy(q_tile, q, rows, stride_qt, CHUNK)
-    _copy(k_tile, k, rows, stride_kt, CHUNK)
-    _copy(z_tile, z, rows, stride_zt, CHUNK)
+    _copy_halves(q_tiles, q, rows, stride_qt)
+    _copy_halves(k_tiles, k, rows, stride_kt)
+    _copy_halves(z_tiles, z, rows, stride_zt)
+    _copy(S_tiles.index(0), states, K, K, COPY)
+    _copy(dS_tiles.index(0), d_states, K, K, COPY)
     async_copy.commit_group()
-
+    _copy(S_tiles.index(1), states + HALF, K, K, COPY)
+    _copy(dS_tiles.index(1), d_states + HALF, K, K, COPY)
+    async_copy.commit_group()
     o_rows = _load_rows(o + at, rows, H * K)
     v_rows = _load_rows(v, rows, stride_vt)
     t = gl.arange(0, CHUNK, layout=VECTOR)
     beta_logits = gl.load(b + t * stride_b, mask=t < rows, other=0.0).to(gl.float32)
 
-    # Through the entering state, the gradients to pairs, and sums over K.
-    async_copy.wait_group(1)
+    # The gradients to pairs, and what is summed over all channels.
+    async_copy.wait_group(2)
     fence_async_shared()
-    dA = _first_product(dO_tile, E_tile.permute((1, 0)), SQUARE, CHUNK)
-    dL = _first_product(D_tile, E_tile.permute((1, 0)), SQUARE, CHUNK)
-    y_q = _first_product(dO_tile, S_tile, WIDE, K)
-    y_k = _first_product(D_tile, S_tile, WIDE, K)
+    dA_pairs = _first_product(dO_tile, E_tile.permute((1, 0)))
+    dL_pairs = _first_product(D_tile, E_tile.permute((1, 0)))
     along_q = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
     along_v = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
     along_q.store(_row_dots(o_rows, dO_tile))
     along_v.store(_row_dots(v_rows, D_tile))
-    S_dS = gl.allocate_shared_memory(gl.float32, [K], FLAT)
-    S_dS.store(gl.sum(S_tile.load(COPY).to(gl.float32) * dS_tile.load(COPY).to(gl.float32), 0))
-    dA, dL, y_q, y_k = warpgroup_mma_wait(0, deps=(dA, dL, y_q, y_k))
+    dA_pairs, dL_pairs = warpgroup_mma_wait(0, deps=(dA_pairs, dL_pairs))
     i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, SQUARE))[:, None]
     j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, SQUARE))[None, :]
     own_pair = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
     along_w = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
-    own_pair.store(gl.sum(gl.where(i == j, dA, 0.0), 1))
-    along_w.store(gl.sum(gl.where(i == j, dL, 0.0), 1))
-    up_scale, down_scale = _power_of_two(gl.maximum(gl.abs(dA), gl.abs(dL)))
-    dA *= up_scale
-    dL *= -up_scale
-    same, later = (i // 32 == j // 32) & (i > j), i // 32 > j // 32
-    dA_own = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], PAIRS)
-    dA_across = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], PAIRS)
-    dL_own = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], PAIRS)
-    dL_across = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], PAIRS)
-    dA_own.store(gl.where(same, dA, 0.0).to(gl.bfloat16))
-    dA_across.store(gl.where(later, dA, 0.0).to(gl.bfloat16))
-    dL_own.store(gl.where(same, dL, 0.0).to(gl.bfloat16))
-    dL_across.store(gl.where(later, dL, 0.0).to(gl.bfloat16))
-
-    # Gate, anchors, norms.
-    async_copy.wait_group(0)
+    own_pair.store(gl.sum(gl.where(i == j, dA_pairs, 0.0), 1))
+    along_w.store(gl.sum(gl.where(i == j, dL_pairs, 0.0), 1))
+    up_scale, down_scale = _power_of_two(gl.maximum(gl.abs(dA_pairs), gl.abs(dL_pairs)))
+    dA = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SWIZZLED)
+    dL = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SWIZZLED)
+    dA.store(gl.where(i > j, dA_pairs * up_scale, 0.0).to(gl.bfloat16))
+    dL.store(gl.where(i > j, dL_pairs * -up_scale, 0.0).to(gl.bfloat16))
+    async_copy.wait_group(1)
     q_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
     k_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
     betas = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
-    q_norms.store(_inverse_norms(q_tile, EPS))
-    k_norms.store(_inverse_norms(k_tile, EPS))
-    beta = reciprocal(1.0 + exp2(-LOG2_E * beta_logits))
-    betas.store(beta)
-    gl.store(
-        d_b + start * H + h + t * H,
-        ((1.0 - beta) * along_w.load(VECTOR)).to(d_b.dtype.element_ty),
-        mask=t < rows,
-    )
-    group = gl.arange(0, COUNT, layout=gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))
-    group = gl.expand_dims(gl.expand_dims(group, 1), 2)
-    row = gl.arange(0, GROUP, layout=gl.SliceLayout(1, gl.SliceLayout(0, GROUPS)))
-    row = group * GROUP + gl.expand_dims(gl.expand_dims(row, 1), 0)
-    d = gl.arange(0, K, layout=gl.SliceLayout(0, gl.SliceLayout(0, GROUPS)))
-    rate = gl.exp(gl.minimum(gl.load(A_log + h).to(gl.float32), 60.0))
-    inside = row < rows
-    bias = gl.load(dt_bias + h * K + d).to(gl.float32)
-    channel = gl.expand_dims(gl.expand_dims(d, 0), 0)
-    bias = gl.expand_dims(gl.expand_dims(bias, 0), 0)
-    u = rate * (_groups(z_tile.load(ROWS).to(gl.float32)) + bias)
-    a = (BOUND * LOG2_E) * reciprocal(1.0 + exp2(-LOG2_E * u))
-    a = gl.where(inside, a, 0.0)
-    sums = gl.allocate_shared_memory(gl.float32, [COUNT, K], TABLE)
-    anchor_0 = gl.allocate_shared_memory(gl.float32, [K], FLAT)
-    anchor_1 = gl.allocate_shared_memory(gl.float32, [K], FLAT)
-    total = gl.allocate_shared_memory(gl.float32, [K], FLAT)
-    sums.store(gl.sum(a, 1))
-    by_group = sums.load(CHANNELS)
+    q_norms.store(_inverse_norms(q_tiles, EPS))
+    k_norms.store(_inverse_norms(k_tiles, EPS))
+    betas.store(reciprocal(1.0 + exp2(-LOG2_E * beta_logits)))
+
+    group = gl.arange(0, COUNT, layout=gl.SliceLayout(1, ROW))[:, None]
+    row = group * GROUP + gl.arange(0, GROUP, layout=gl.SliceLayout(0, ROW))[None, :]
+    group, row = gl.expand_dims(group, 2), gl.expand_dims(row, 2)
+    channel = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(0, GROUPS)))
+    channel = gl.expand_dims(gl.expand_dims(channel, 0), 0)
     of = gl.arange(0, COUNT, layout=gl.SliceLayout(1, CHANNELS))[:, None]
-    first_tile = gl.sum(gl.where(of < COUNT // 2, by_group, 0.0), 0)
-    both_tiles = gl.sum(by_group, 0)
-    anchor_0.store(gl.floor(0.5 * first_tile))
-    anchor_1.store(gl.floor(0.5 * (first_tile + both_tiles)))
-    total.store(both_tiles)
-    sums.store(gl.associative_scan(by_group, 0, add) - by_group)
-    Gc = gl.associative_scan(a, 1, add) + gl.expand_dims(sums.load(SUMS), 1)
-    M = gl.where(group < COUNT // 2, _per_channel(anchor_0), _per_channel(anchor_1))
-    up = exp2(Gc - M)
-    # Operands of the pairs.
-    right = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
-    left_q = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
-    left_k = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
-    unit = _unit(k_tile, k_norms)
-    left_k.store(_rows((unit * up).to(gl.bfloat16)))
-    right.store(_rows((unit * _per_row(betas) * reciprocal(up)).to(gl.bfloat16)))
-    left_q.store(_rows((_unit(q_tile, q_norms) * (scale * up)).to(gl.bfloat16)))
-    fence_async_shared()
+    inside = row < rows
+    rate = gl.exp(gl.minimum(gl.load(A_log + h).to(gl.float32), 60.0))
+    sums = gl.allocate_shared_memory(gl.float32, [COUNT, HALF], PLAIN)
+    S_dS = gl.allocate_shared_memory(gl.float32, [HALF], FLAT)
+    anchor_0 = gl.allocate_shared_memory(gl.float32, [HALF], FLAT)
+    anchor_1 = gl.allocate_shared_memory(gl.float32, [HALF], FLAT)
+    total = gl.allocate_shared_memory(gl.float32, [HALF], FLAT)
+    left_q = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, HALF], SWIZZLED)
+    left_k = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, HALF], SWIZZLED)
+    right = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, HALF], SWIZZLED)
+    d_beta = gl.zeros([COUNT, GROUP], gl.float32, layout=ROW)
+    d_rate = 0.0
+    for half in range(2):
+        # Through the states.
+        fence_async_shared()
+        S_tile, dS_tile = S_tiles.index(half), dS_tiles.index(half)
+        y_q = _first_product(dO_tile, S_tile)
+        y_k = _first_product(D_tile, S_tile)
+        to_state = _first_product(E_tile, dS_tile)
+        S_dS.store(gl.sum(S_tile.load(COPY).to(gl.float32) * dS_tile.load(COPY).to(gl.float32), 0))
 
-    # To q.
-    across = _first_product(dA_across, right, WIDE, K)
-    across = warpgroup_mma_wait(0, deps=(across,))
-    y_q = y_q * (up_scale * _from_start(anchor_0, anchor_1)) + _between(across, anchor_0, anchor_1)
-    y_q = _product(dA_own, right, y_q)
-    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y_q,)), ROWS))
-    d_G = _groups(left_q.load(ROWS).to(gl.float32)) * y
-    writes = _unit(k_tile, k_norms) * _per_row(betas)
-    d_unit = scale * (up * y * down_scale + _per_row(own_pair) * writes)
-    out = at + row * (H * K) + channel
-    d_rows = _per_row(q_norms) * (d_unit - _per_row(along_q) * _unit(q_tile, q_norms))
-    gl.store(d_q + out, d_rows.to(d_q.dtype.element_ty), mask=inside)
+        # Gate, anchors, and operands of the pairs.
+        bias = gl.load(dt_bias + h * K + half * HALF + channel).to(gl.float32)
+        u = rate * (_load(z_tiles.index(half)) + bias)
+        a = (BOUND * LOG2_E) * reciprocal(1.0 + exp2(-LOG2_E * u))
+        a = gl.where(inside, a, 0.0)
+        sums.store(gl.sum(a, 1))
+        by_group = sums.load(CHANNELS)
+        first_tile = gl.sum(gl.where(of < COUNT // 2, by_group, 0.0), 0)
+        both_tiles = gl.sum(by_group, 0)
+        anchor_0.store(gl.floor(0.5 * first_tile))
+        anchor_1.store(gl.floor(0.5 * (first_tile + both_tiles)))
+        total.store(both_tiles)
+        sums.store(gl.associative_scan(by_group, 0, add) - by_group)
+        Gc = gl.associative_scan(a, 1, add) + gl.expand_dims(sums.load(SUMS), 1)
+        up = exp2(Gc - gl.where(group < COUNT // 2, _per_channel(anchor_0), _per_channel(anchor_1)))
+        q_norm = gl.expand_dims(_per_row(q_norms), 2)
+        k_norm = gl.expand_dims(_per_row(k_norms), 2)
+        beta = gl.expand_dims(_per_row(betas), 2)
+        unit_k = _load(k_tiles.index(half)) * k_norm
+        _store(left_k, unit_k * up)
+        _store(right, unit_k * beta * reciprocal(up))
+        _store(left_q, _load(q_tiles.index(half)) * q_norm * (scale * up))
+        fence_async_shared()
 
-    # To k as a reader.
-    across = _first_product(dL_across, right, WIDE, K)
-    across = warpgroup_mma_wait(0, deps=(across,))
-    y_k = _between(across, anchor_0, anchor_1) - y_k * (up_scale * _from_start(anchor_0, anchor_1))
-    y_k = _product(dL_own, right, y_k)
-    y = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(y_k,)), ROWS))
-    d_G += _groups(left_k.load(ROWS).to(gl.float32)) * y
-    d_unit = up * y * down_scale
+        # Through the pairs: first those whose writer, or reader, is in the other tile for one of the tiles.
+        p_q = _first_product(dA.slice(0, TILE, 1), right.slice(0, TILE))
+        p_k = _first_product(dL.slice(0, TILE, 1), right.slice(0, TILE))
+        to_pairs = _first_product(dA.slice(TILE, TILE).permute((1, 0)), left_q.slice(TILE, TILE))
+        to_pairs = _product(dL.slice(TILE, TILE).permute((1, 0)), left_k.slice(TILE, TILE), to_pairs)
+        y_q, y_k, to_state, p_q, p_k, to_pairs = warpgroup_mma_wait(
+            0, deps=(y_q, y_k, to_state, p_q, p_k, to_pairs)
+        )
+        early = i < TILE
+        anchor = gl.where(early, _beside(anchor_0), _beside(anchor_1))
+        from_start = up_scale * exp2(anchor)
+        y_q = y_q * from_start + gl.where(early, p_q, _between(p_q, anchor_0, anchor_1))
+        y_k = gl.where(early, p_k, _between(p_k, anchor_0, anchor_1)) - y_k * from_start
+        to_pairs = gl.where(early, _between(to_pairs, anchor_0, anchor_1), to_pairs)
+        y_q = _product(dA.slice(TILE, TILE, 1), right.slice(TILE, TILE), y_q)
+        y_k = _product(dL.slice(TILE, TILE, 1), right.slice(TILE, TILE), y_k)
+        to_pairs = _product(dA.slice(0, TILE).permute((1, 0)), left_q.slice(0, TILE), to_pairs)
+        to_pairs = _product(dL.slice(0, TILE).permute((1, 0)), left_k.slice(0, TILE), to_pairs)
+        to_state = _groups(to_state * exp2(_beside(total) - anchor))
+        y_q, y_k, to_pairs = warpgroup_mma_wait(0, deps=(y_q, y_k, to_pairs))
+        y_q, y_k, to_pairs = _groups(y_q), _groups(y_k), _groups(to_pairs)
 
-    # To w = beta k.
-    y = _first_product(E_tile, dS_tile, WIDE, K)
-    across = _first_product(dA_across.permute((1, 0)), left_q, WIDE, K)
-    across = _product(dL_across.permute((1, 0)), left_k, across)
-    y, across = warpgroup_mma_wait(0, deps=(y, across))
-    across = _product(dA_own.permute((1, 0)), left_q, _between(across, anchor_0, anchor_1))
-    across = _product(dL_own.permute((1, 0)), left_k, across)
-    to_state = _groups(gl.convert_layout(y * _to_end(anchor_0, anchor_1, total), ROWS))
-    to_pairs = _groups(gl.convert_layout(warpgroup_mma_wait(0, deps=(across,)), ROWS))
-    w = _groups(right.load(ROWS).to(gl.float32))
-    d_G -= w * to_pairs
-    to_leaving = w * to_state
-    down = reciprocal(up)
-    d_writes = down * to_pairs * down_scale + down * to_state
-    d_writes += (scale * _per_row(own_pair)) * _unit(q_tile, q_norms)
-    d_unit += _per_row(betas) * d_writes
-    along_k = 2.0 * _per_row(along_w) - _per_row(along_v)
-    d_rows = _per_row(k_norms) * (d_unit - along_k * _unit(k_tile, k_norms))
-    gl.store(d_k + out, d_rows.to(d_k.dtype.element_ty), mask=inside)
+        # To the rows.
+        w = _load(right)
+        to_leaving = w * to_state
+        d_G = -w * to_pairs
+        q_norm = gl.expand_dims(_per_row(q_norms), 2)
+        k_norm = gl.expand_dims(_per_row(k_norms), 2)
+        beta = gl.expand_dims(_per_row(betas), 2)
+        unit_k = _load(k_tiles.index(half)) * k_norm
+        unit_q = _load(q_tiles.index(half)) * q_norm
+        own = scale * gl.expand_dims(_per_row(own_pair), 2)
+        out = at + row * (H * K) + half * HALF + channel
+        d_G += _load(left_q) * y_q
+        d_rows = scale * (up * y_q * down_scale) + own * beta * unit_k
+        d_rows = q_norm * (d_rows - gl.expand_dims(_per_row(along_q), 2) * unit_q)
+        gl.store(d_q + out, d_rows.to(d_q.dtype.element_ty), mask=inside)
+        down = reciprocal(up)
+        d_writes = down * to_pairs * down_scale + down * to_state + own * unit_q
+        d_beta += gl.sum(unit_k * d_writes, 2)
+        d_G += _load(left_k) * y_k
+        d_rows = up * y_k * down_scale + beta * d_writes
+        along_k = gl.expand_dims(2.0 * _per_row(along_w) - _per_row(along_v), 2)
+        d_rows = k_norm * (d_rows - along_k * unit_k)
+        gl.store(d_k + out, d_rows.to(d_k.dtype.element_ty), mask=inside)
 
-    # To the gate: what spans a row. Pairs and reads of the entering state: behind the row and not before it.
-    # Writes into the leaving state: those before it, summed as such, as the row's own may be far larger.
-    group_sum = gl.sum(d_G, 1)
-    sums.store(group_sum)
-    by_group = sums.load(CHANNELS)
-    sums.store(gl.expand_dims(gl.sum(by_group, 0), 0) - gl.associative_scan(by_group, 0, add))
-    d_g = gl.expand_dims(group_sum, 1) - gl.associative_scan(d_G, 1, add) + d_G
-    d_g = (d_g + gl.expand_dims(sums.load(SUMS), 1)) * down_scale
-    sums.store(gl.sum(to_leaving, 1))
-    sums.store(_sums_before(sums.load(CHANNELS), 0))
-    d_g += _sums_before(to_leaving, 1) + gl.expand_dims(sums.load(SUMS), 1)
-    d_g += exp2(_per_channel(total)) * _per_channel(S_dS)
-    u = rate * (_groups(z_tile.load(ROWS).to(gl.float32)) + bias)
-    e = exp2(-LOG2_E * u)
-    gate = reciprocal(1.0 + e)
-    slope = gate * gl.where(e < 1.0, e * gate, 1.0 - gate)
-    d_u = gl.where(inside, BOUND * slope * d_g, 0.0)
-    d_logits = d_u * rate
-    gl.store(d_z + out, d_logits.to(d_z.dtype.element_ty), mask=inside)
-    u = gl.minimum(gl.maximum(u, -1e30), 1e30)
-    gl.store(d_A_log + chunk, gl.sum(gl.sum(gl.sum(d_u * u, 1), 1), 0))
-    sums.store(gl.sum(d_logits, 1))
-    d = gl.arange(0, K, layout=gl.SliceLayout(0, CHANNELS))
-    gl.store(d_bias + chunk * K + d, gl.sum(sums.load(CHANNELS), 0))
+        # To the gate: what spans a row. Pairs and reads of the entering state: behind the row and not before
+        # it. Writes into the leaving state: those before it, summed as such, as the row's own may be far
+        # larger.
+        group_sum = gl.sum(d_G, 1)
+        sums.store(group_sum)
+        by_group = sums.load(CHANNELS)
+        sums.store(gl.expand_dims(gl.sum(by_group, 0), 0) - gl.associative_scan(by_group, 0, add))
+        d_g = gl.expand_dims(group_sum, 1) - gl.associative_scan(d_G, 1, add) + d_G
+        d_g = (d_g + gl.expand_dims(sums.load(SUMS), 1)) * down_scale
+        sums.store(gl.sum(to_leaving, 1))
+        sums.store(_sums_before(sums.load(CHANNELS), 0))
+        d_g += _sums_before(to_leaving, 1) + gl.expand_dims(sums.load(SUMS), 1)
+        d_g += exp2(_per_channel(total)) * _per_channel(S_dS)
+        u = rate * (_load(z_tiles.index(half)) + bias)
+        e = exp2(-LOG2_E * u)
+        gate = reciprocal(1.0 + e)
+        slope = gate * gl.where(e < 1.0, e * gate, 1.0 - gate)
+        d_u = gl.where(inside, BOUND * slope * d_g, 0.0)
+        d_logits = d_u * rate
+        gl.store(d_z + out, d_logits.to(d_z.dtype.element_ty), mask=inside)
+        u = gl.minimum(gl.maximum(u, -1e30), 1e30)
+        d_rate += gl.sum(gl.sum(gl.sum(d_u * u, 2), 1), 0)
+        sums.store(gl.sum(d_logits, 1))
+        d = gl.arange(0, HALF, layout=gl.SliceLayout(0, CHANNELS))
+        gl.store(d_bias + chunk * K + half * HALF + d, gl.sum(sums.load(CHANNELS), 0))
+        async_copy.wait_group(0)
+    gl.store(d_A_log + chunk, d_rate)
+    i = gl.sum(row, 2)
+    beta = _per_row(betas)
+    gl.store(
+        d_b + (start + i) * H + h, (beta * (1.0 - beta) * d_beta).to(d_b.dtype.element_ty), mask=i < rows
+    )
 
 
 def intra_backward_hopper(
