@@ -39,6 +39,7 @@ class Scanned:
     states: torch.Tensor | None  # [NC, H, V, K], that enter each chunk, in the operands' dtype
     errors: torch.Tensor | None  # E [NC, H, 64, V], in the operands' dtype
     checkpoints: torch.Tensor | None  # [M, H, V, K] fp32
+    fragments: torch.Tensor | None = None  # [P, H, V + K, K] fp32: see `pieces.fragments`
 
 
 @triton.jit
@@ -176,18 +177,22 @@ def scan(
     kept = None
     if checkpoint_of_chunk is not None:
         kept = v.new_full((checkpoints, H, V, K), float("nan"), dtype=torch.float32)
+    both = None
+    if pieces is not None:
+        from openk3.ops.kda.kernels.pieces import entering_states, fragments
+
+        both = fragments(v, prepared, plan, pieces, hopper)
     result = Scanned(
         o=v.new_empty(T if output else 0, H, V),
         final_state=v.new_empty(N, H, V, K, dtype=torch.float32),
         states=v.new_empty(plan.chunks, H, V, K, dtype=operand) if store_states else None,
         errors=v.new_empty(plan.chunks, H, CHUNK, V, dtype=operand) if store_errors else None,
         checkpoints=kept,
+        fragments=both,
     )
     programs = N * H
-    if pieces is not None:
-        from openk3.ops.kda.kernels.pieces import entering_states
-
-        initial_state = entering_states(v, prepared, plan, pieces, initial_state, result.final_state, hopper)
+    if both is not None and pieces is not None:
+        initial_state = entering_states(both, plan, pieces, initial_state, result.final_state)
         programs = len(pieces.piece_sequence) * H
     tiles = tiles or (hopper_tiles(programs) if hopper else scan_tiles(v))
     launch(v, prepared, plan, initial_state, result, tiles, hopper, pieces, checkpoint_of_chunk, output)
