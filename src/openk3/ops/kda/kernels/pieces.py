@@ -173,6 +173,6 @@ def _handed(
     _walk[(V // 16, H, plan.sequences)](
         added, fragments, state, handed, passed, pieces.first_piece,
         H=H, K=K, V=V, BV=16, GIVEN=state is not None, REVERSE=reverse,
-        PRECISION="tf32x3" if fragments.is_cuda else "ieee", STAGES=2, num_warps=4,
+        PRECISION="tf32x3" if fragments.is_cuda else "ieee", STAGES=2, num_warps=8,
     )  # fmt: skip
     return handed

@@ -56,13 +56,14 @@ def _scan_backward(
         last = chunks - skipped <= PIECE
         chunks = tl.minimum(chunks - skipped, PIECE)
     r, d, e = tl.arange(0, CHUNK), tl.arange(0, K), part * BV + tl.arange(0, BV)
-    state = e[:, None] * K + d[None, :]
+    of_sequence = (n * H + h) * V * K + e[:, None] * K + d[None, :]
+    of_piece = (p * H + h) * V * K + e[:, None] * K + d[None, :]
     dS = tl.zeros([BV, K], tl.float32)
     if FRAGMENTS:
         if FINAL and last:
-            dS = tl.load(d_final_state + (n * H + h) * V * K + state)
+            dS = tl.load(d_final_state + of_sequence)
     elif FINAL:
-        dS = tl.load(d_final_state + (p * H + h) * V * K + state)
+        dS = tl.load(d_final_state + of_piece)
     for later in tl.range(0, chunks, num_stages=STAGES):
         c = chunks - 1 - later
         chunk = (first + c) * H + h
@@ -74,7 +75,7 @@ def _scan_backward(
         dO = tl.trans(tl.load(d_o + values, mask=inside, other=0.0))
         leaving = dS.to(OPERAND)
         if not FRAGMENTS:
-            tl.store(d_states + chunk * V * K + state, leaving)
+            tl.store(d_states + chunk * V * K + e[:, None] * K + d[None, :], leaving)
         D = tl.dot(leaving, tl.trans(tl.load(ke + tile)), input_precision=PRECISION)
         D = tl.dot(dO, tl.load(attention + pairs), D, input_precision=PRECISION)
         D = tl.dot(D.to(OPERAND), tl.load(inverse + pairs), input_precision=PRECISION).to(OPERAND)
@@ -84,9 +85,9 @@ def _scan_backward(
         dS = tl.dot(dO, tl.load(qd + tile), dS, input_precision=PRECISION)
         dS = tl.dot(-D, tl.load(kd + tile), dS, input_precision=PRECISION)
     if FRAGMENTS:
-        tl.store(d_initial_state + (p * H + h) * V * K + state, dS)
+        tl.store(d_initial_state + of_piece, dS)
     elif skipped == 0:
-        tl.store(d_initial_state + (n * H + h) * V * K + state, dS)
+        tl.store(d_initial_state + of_sequence, dS)
 
 
 @dataclass(frozen=True)
