@@ -72,9 +72,9 @@ def reverse_fragments(
 ) -> torch.Tensor:
     """L' of each piece but each sequence's first, `[P, H, V, K]` fp32, as L in the first rows of `fragments`.
 
-    It goes with the same M, transposed: the gradient of the state that enters a piece is dS_out M^T + L'. Each
-    sequence's last piece, whose M nobody makes, starts from `d_final_state` (None for zero) and gives the
-    gradient itself.
+    It goes with the same M, transposed: from dS_out, the gradient of the state that leaves a piece, comes
+    dS_in = dS_out M^T + L' of the state that enters it. Each sequence's last piece, whose M nobody makes,
+    starts from `d_final_state` instead (None for zero) and gives dS_in itself.
     """
     _, H, V = d_o.shape
     count = len(pieces.piece_sequence)

@@ -13,6 +13,7 @@ tile that was loaded while earlier chunks were computed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -23,8 +24,7 @@ from openk3.ops.kda.kernels.plan import CHUNK, ChunkPlan
 from openk3.ops.kda.kernels.prepare import Prepared
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(NamedTuple):
     """Sequences cut into runs of `length` chunks from their starts, one program each."""
 
     first_piece: torch.Tensor  # int32 [N + 1]: sequence n has pieces first_piece[n] to first_piece[n + 1]
@@ -46,14 +46,14 @@ class Scanned:
 def _scan(
     v, qd, kd, ke, inverse, attention, decay, initial_state,
     o, final_state, states, errors, checkpoints, checkpoint_of_chunk,
-    cu_seqlens, first_chunk, first_piece, piece_sequence, stride_vt, stride_vh,
+    cu_seqlens, first_chunk, first_piece, piece_sequence, piece_length, stride_vt, stride_vh,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
     INITIAL: tl.constexpr, STATES: tl.constexpr, ERRORS: tl.constexpr, CHECKPOINTS: tl.constexpr,
-    OUTPUT: tl.constexpr, PIECE: tl.constexpr, FRAGMENTS: tl.constexpr, STAGES: tl.constexpr,
+    OUTPUT: tl.constexpr, FRAGMENTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     part, h, p = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     n = p
-    if PIECE:
+    if piece_length is not None:
         n = tl.load(piece_sequence + p).to(tl.int64)
         if n < 0:
             return
@@ -64,14 +64,14 @@ def _scan(
     start = tl.load(cu_seqlens + n).to(tl.int64)
     end = tl.load(cu_seqlens + n + 1)
     last = True
-    if PIECE:
-        skipped = (p - tl.load(first_piece + n)) * PIECE
+    if piece_length is not None:
+        skipped = (p - tl.load(first_piece + n)) * piece_length
         first += skipped
         start += skipped * CHUNK
-        last = chunks - skipped <= PIECE
+        last = chunks - skipped <= piece_length
         if FRAGMENTS and last:
             return
-        chunks = tl.minimum(chunks - skipped, PIECE)
+        chunks = tl.minimum(chunks - skipped, piece_length)
     r, d, e = tl.arange(0, CHUNK), tl.arange(0, K), part * BV + tl.arange(0, BV)
     state = e[:, None] * K + d[None, :]
     if FRAGMENTS:
@@ -218,10 +218,9 @@ def launch(
     flags = {
         "INITIAL": initial_state is not None, "STATES": result.states is not None,
         "ERRORS": result.errors is not None, "CHECKPOINTS": result.checkpoints is not None, "OUTPUT": output,
-        "PIECE": 0 if pieces is None else pieces.length, "FRAGMENTS": fragments, "STAGES": tiles.stages,
-        "num_warps": tiles.num_warps,
+        "FRAGMENTS": fragments, "STAGES": tiles.stages, "num_warps": tiles.num_warps,
     }  # fmt: skip
-    cut = (None, None) if pieces is None else (pieces.first_piece, pieces.piece_sequence)
+    cut = pieces or (None, None, None)
     count = plan.sequences if pieces is None else len(pieces.piece_sequence)
     grid = (V + K if fragments else V) // tiles.BV, H, count
     outputs = result.o, result.final_state, result.states, result.errors, result.checkpoints

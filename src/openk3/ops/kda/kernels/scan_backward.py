@@ -6,8 +6,8 @@ also the gradient to its values:
 
     D^T = (dO^T A + dS ke^T) X        dS <- dS diag(decay) + dO^T qd - D^T kd
 
-What is parallel over chunks is left to `intra_backward`, which reads D and each dS again. Where heads are few,
-programs share a sequence: see `openk3.ops.kda.kernels.pieces`.
+What is parallel over chunks is left to `intra_backward`, which reads D and each dS again. Where heads are
+few, programs share a sequence: see `openk3.ops.kda.kernels.pieces`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -29,13 +29,13 @@ from openk3.ops.kda.kernels.scan import Pieces
 @triton.jit
 def _scan_backward(
     d_o, qd, kd, ke, inverse, attention, decay, d_final_state,
-    d_v, d_states, d_initial_state, cu_seqlens, first_chunk, first_piece, piece_sequence,
+    d_v, d_states, d_initial_state, cu_seqlens, first_chunk, first_piece, piece_sequence, piece_length,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
-    FINAL: tl.constexpr, PIECE: tl.constexpr, FRAGMENTS: tl.constexpr, STAGES: tl.constexpr,
+    FINAL: tl.constexpr, FRAGMENTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     part, h, p = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     n = p
-    if PIECE:
+    if piece_length is not None:
         n = tl.load(piece_sequence + p).to(tl.int64)
         if n < 0:
             return
@@ -47,14 +47,14 @@ def _scan_backward(
     end = tl.load(cu_seqlens + n + 1)
     skipped = 0
     last = True
-    if PIECE:
-        skipped = (p - tl.load(first_piece + n)).to(tl.int32) * PIECE
+    if piece_length is not None:
+        skipped = (p - tl.load(first_piece + n)).to(tl.int32) * piece_length
         if FRAGMENTS and skipped == 0:
             return
         first += skipped
         start += skipped * CHUNK
-        last = chunks - skipped <= PIECE
-        chunks = tl.minimum(chunks - skipped, PIECE)
+        last = chunks - skipped <= piece_length
+        chunks = tl.minimum(chunks - skipped, piece_length)
     r, d, e = tl.arange(0, CHUNK), tl.arange(0, K), part * BV + tl.arange(0, BV)
     of_sequence = (n * H + h) * V * K + e[:, None] * K + d[None, :]
     of_piece = (p * H + h) * V * K + e[:, None] * K + d[None, :]
@@ -175,10 +175,10 @@ def launch(
     """
     _, H, V = d_o.shape
     flags = {
-        "FINAL": d_final_state is not None, "PIECE": 0 if pieces is None else pieces.length,
-        "FRAGMENTS": fragments, "STAGES": tiles.stages, "num_warps": tiles.num_warps,
+        "FINAL": d_final_state is not None, "FRAGMENTS": fragments, "STAGES": tiles.stages,
+        "num_warps": tiles.num_warps,
     }  # fmt: skip
-    cut = (None, None) if pieces is None else (pieces.first_piece, pieces.piece_sequence)
+    cut = pieces or (None, None, None)
     grid = V // tiles.BV, H, plan.sequences if pieces is None else len(pieces.piece_sequence)
     outputs = result.d_v, result.d_states, result.d_initial_state
     where = plan.cu_seqlens, plan.first_chunk, *cut

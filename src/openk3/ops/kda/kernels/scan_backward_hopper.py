@@ -9,9 +9,9 @@ gradient:
 
 dO of the next chunk goes to registers while D^T kd runs, so that dO^T A is under way before dS is known.
 
-Only the last chunk of a sequence may have fewer than CHUNK tokens. It is the first here, of the sequence or of
-its last piece: the dO a program begins with is read under a mask before the loop, and the copies in the loop
-are of whole chunks.
+Only the last chunk of a sequence may have fewer than CHUNK tokens. It is the first here, of the sequence or
+of its last piece: the dO that a program begins with is read under a mask before the loop, and the copies in
+the loop are of whole chunks.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -69,8 +69,8 @@ def _fetch(
 @gluon.jit
 def scan_backward_hopper(
     d_o, d_o_tiled, qd, kd, ke, inverse, attention, decay, d_final_state,
-    d_v, d_states, d_initial_state, cu_seqlens, first_chunk, first_piece, piece_sequence,
-    H: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, FINAL: gl.constexpr, PIECE: gl.constexpr,
+    d_v, d_states, d_initial_state, cu_seqlens, first_chunk, first_piece, piece_sequence, piece_length,
+    H: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, FINAL: gl.constexpr,
     FRAGMENTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
@@ -97,7 +97,7 @@ def scan_backward_hopper(
 
     part, h, p = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2).to(gl.int64)
     n = p
-    if PIECE:
+    if piece_length is not None:
         n = gl.load(piece_sequence + p).to(gl.int64)
         if n < 0:
             return
@@ -107,16 +107,15 @@ def scan_backward_hopper(
     length = (gl.load(cu_seqlens + n + 1) - start).to(gl.int32)
     skipped = 0
     ends = True
-    if PIECE:
-        skipped = (p - gl.load(first_piece + n)).to(gl.int32) * PIECE
+    if piece_length is not None:
+        skipped = (p - gl.load(first_piece + n)).to(gl.int32) * piece_length
         first += skipped
         start += skipped * CHUNK
         length -= skipped * CHUNK
-        ends = chunks - skipped <= PIECE
-        chunks = gl.minimum(chunks - skipped, PIECE)
-    if FRAGMENTS:
-        if skipped == 0:
-            return
+        ends = chunks - skipped <= piece_length
+        chunks = gl.minimum(chunks - skipped, piece_length)
+    if FRAGMENTS and skipped == 0:
+        return
     last = gl.maximum(chunks - 1, 0)
     column = (h * V + part * BV).to(gl.int32)
 

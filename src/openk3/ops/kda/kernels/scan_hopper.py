@@ -69,10 +69,10 @@ def _fetch(
 def scan_hopper(
     v, qd, kd, ke, inverse, attention, decay, initial_state,
     o, final_state, states, errors, checkpoints, checkpoint_of_chunk, cu_seqlens, first_chunk,
-    first_piece, piece_sequence, stride_vt: gl.constexpr, stride_vh: gl.constexpr,
+    first_piece, piece_sequence, piece_length, stride_vt: gl.constexpr, stride_vh: gl.constexpr,
     H: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, INITIAL: gl.constexpr, STATES: gl.constexpr,
-    ERRORS: gl.constexpr, CHECKPOINTS: gl.constexpr, OUTPUT: gl.constexpr, PIECE: gl.constexpr,
-    FRAGMENTS: gl.constexpr, STAGES: gl.constexpr,
+    ERRORS: gl.constexpr, CHECKPOINTS: gl.constexpr, OUTPUT: gl.constexpr, FRAGMENTS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -89,7 +89,7 @@ def scan_hopper(
 
     part, h, p = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2).to(gl.int64)
     n = p
-    if PIECE:
+    if piece_length is not None:
         n = gl.load(piece_sequence + p).to(gl.int64)
         if n < 0:
             return
@@ -98,13 +98,13 @@ def scan_hopper(
     start = gl.load(cu_seqlens + n).to(gl.int64)
     length = (gl.load(cu_seqlens + n + 1) - start).to(gl.int32)
     last = True
-    if PIECE:
-        skipped = (p - gl.load(first_piece + n)).to(gl.int32) * PIECE
+    if piece_length is not None:
+        skipped = (p - gl.load(first_piece + n)).to(gl.int32) * piece_length
         first += skipped
         start += skipped * CHUNK
         length -= skipped * CHUNK
-        last = chunks - skipped <= PIECE
-        chunks = gl.minimum(chunks - skipped, PIECE)
+        last = chunks - skipped <= piece_length
+        chunks = gl.minimum(chunks - skipped, piece_length)
     if FRAGMENTS:
         if last:
             return
