@@ -126,6 +126,9 @@ def test_a_card_is_filled_where_heads_are_few_and_sequences_long():
     pieces = pieces_that_fill(long, heads=12, V=128, processors=132)
     assert pieces is not None
     assert 200 <= int(pieces.first_piece[-1]) * 12 * 2 <= 264
+    one_head = pieces_that_fill(long, heads=1, V=128, processors=132)
+    assert one_head is not None
+    assert int(one_head.first_piece[-1]) <= one_head.length
     assert pieces_that_fill(long, heads=96, V=128, processors=132) is None
     short = plan_chunks(torch.tensor([0, 1024], dtype=torch.int32), 1024)
     assert pieces_that_fill(short, heads=2, V=128, processors=132) is None

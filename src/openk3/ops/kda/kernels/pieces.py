@@ -17,6 +17,8 @@ The sums are the unbroken scan's in another order: results agree to rounding, no
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
+from math import isqrt
+
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
@@ -40,13 +42,15 @@ def cut_pieces(plan: ChunkPlan, length: int) -> Pieces:
 def pieces_that_fill(plan: ChunkPlan, heads: int, V: int, processors: int) -> Pieces | None:
     """Pieces for two waves over `processors`, or None where whole sequences occupy half of them or are short.
 
-    Decides from what the host knows: the number of sequences and the bound on chunks.
+    Decides from what the host knows: the number of sequences and the bound on chunks. The walk is serial too,
+    so on average a sequence has no more pieces than a piece has chunks.
     """
     programs = heads * max(1, V // 64)
     if 2 * plan.sequences * programs > processors or plan.chunks < 2 * SHORTEST * plan.sequences:
         return None
     waves = 2 * processors // programs
-    return cut_pieces(plan, max(SHORTEST, -(-plan.chunks // waves)))
+    balanced = isqrt(plan.chunks // plan.sequences) + 1
+    return cut_pieces(plan, max(SHORTEST, balanced, -(-plan.chunks // waves)))
 
 
 def fragments(
