@@ -27,9 +27,9 @@ TOKENS = ("q", "k", "v", "z", "b")
 REGIMES = {"slow": -6.0, "any": 0.0, "fast": 8.0}
 
 
-def draw(K: int, shift: float = 0.0, H: int = 3) -> dict[str, Any]:
+def draw(K: int, shift: float = 0.0, H: int = 3, lengths: list[int] = LENGTHS) -> dict[str, Any]:
     make = torch.Generator("cuda").manual_seed(0)
-    T, N = sum(LENGTHS), len(LENGTHS)
+    T, N = sum(lengths), len(lengths)
     shapes = {"q": (T, H, K), "k": (T, H, K), "v": (T, H, K), "z": (T, H, K), "b": (T, H)}
     inputs = {
         name: torch.randn(*shape, device="cuda", generator=make).add(shift * (name == "z")).bfloat16()
@@ -37,7 +37,7 @@ def draw(K: int, shift: float = 0.0, H: int = 3) -> dict[str, Any]:
     }
     inputs["A_log"] = 0.3 * torch.randn(H, device="cuda", generator=make)
     inputs["dt_bias"] = 0.5 * torch.randn(H, K, device="cuda", generator=make)
-    inputs["cu_seqlens"] = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
+    inputs["cu_seqlens"] = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     inputs["initial_state"] = torch.randn(N, H, K, K, device="cuda", generator=make)
     return inputs
 
@@ -71,6 +71,20 @@ def test_outputs_and_gradients_in_bf16_are_near_float64_and_the_same_in_every_ru
     errors = {name: relative_error(x, oracle[name]) for name, x in first.items()}
     too_far = {n: e for n, e in errors.items() if not e < (8e-3 if n in ("o", "S") else 1.5e-2)}
     assert not too_far, f"{too_far} of {errors}"
+
+
+def test_a_sequence_in_pieces_has_the_gradients_of_a_whole_one():
+    """Decays so slow that the transitions of inner pieces are felt; 65 chunks in pieces of 16."""
+    inputs = draw(128, shift=-10.0, H=2, lengths=[4099, 0])
+    exact = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+    cut, again, whole = results(inputs), results(inputs), results(inputs, split_sequences=False)
+    oracle = results(exact, implementation="eager")
+    assert not torch.equal(cut["d_v"], whole["d_v"])
+    for name, x in cut.items():
+        assert torch.equal(x, again[name]), name
+        error, of_whole = relative_error(x, oracle[name]), relative_error(whole[name], oracle[name])
+        assert error < 1.2 * of_whole + 1e-4, f"{name}: {error} in pieces, {of_whole} whole"
+    assert torch.equal(cut["d_initial_state"][1], whole["d_initial_state"][1])
 
 
 @pytest.mark.parametrize("K", [64, 128])

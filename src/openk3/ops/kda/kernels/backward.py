@@ -10,6 +10,7 @@ from openk3.ops.kda.hopper import hopper_fits
 from openk3.ops.kda.kernels.intra_backward import InputGradients, intra_backward
 from openk3.ops.kda.kernels.plan import ChunkPlan
 from openk3.ops.kda.kernels.prepare import Prepared
+from openk3.ops.kda.kernels.scan import Pieces
 from openk3.ops.kda.kernels.scan_backward import scan_backward
 
 
@@ -36,6 +37,8 @@ def backward(
     plan: ChunkPlan,
     lower_bound: float,
     scale: float,
+    pieces: Pieces | None = None,
+    fragments: torch.Tensor | None = None,
 ) -> Gradients:
     """All gradients of the operator with the bounded gate.
 
@@ -46,11 +49,14 @@ def backward(
         prepared: the chunks of `prepare`.
         states: that enter each chunk, `[NC, H, V, K]`, and errors `[NC, H, 64, V]`: of `scan`.
         d_final_state: `[N, H, V, K]` fp32 contiguous, or None for zero.
+        pieces, fragments: of `scan`, where it had sequences cut into pieces.
 
     Returns:
         The gradients in the dtypes of their inputs.
     """
-    d_v, d_states, d_initial_state = scan_backward(d_o, prepared, plan, d_final_state)
+    d_v, d_states, d_initial_state = scan_backward(
+        d_o, prepared, plan, d_final_state, pieces=pieces, fragments=fragments
+    )
     arguments = (
         q, k, v, z, b, A_log, dt_bias, o, d_o, d_v, states, d_states, errors, plan, lower_bound, scale
     )  # fmt: skip

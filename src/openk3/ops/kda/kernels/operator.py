@@ -94,14 +94,15 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     plan = plan_chunks(cu_seqlens, len(q))
     prepared = prepare(q, k, z, b, A_log, dt_bias, plan, lower_bound, scale)
+    pieces = _pieces(v, plan, split)
     scanned = scan(
-        v, prepared, plan, initial_state, pieces=_pieces(v, plan, split),
+        v, prepared, plan, initial_state, pieces=pieces,
         store_states=True, store_errors=True, output=False,
     )  # fmt: skip
     assert scanned.states is not None and scanned.errors is not None
     grads = backward(
         q, k, v, z, b, A_log, dt_bias, o, prepared, scanned.states, scanned.errors, d_o, d_final_state,
-        plan, lower_bound, scale,
+        plan, lower_bound, scale, pieces, scanned.fragments,
     )  # fmt: skip
     d = grads.inputs
     return d.q, d.k, grads.v, d.z, d.b, d.A_log, d.dt_bias, grads.initial_state

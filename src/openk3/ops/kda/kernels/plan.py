@@ -34,7 +34,7 @@ class ChunkPlan:
 
 
 @triton.jit
-def _plan(cu_seqlens, first_chunk, chunk_sequence, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _plan(cu_seqlens, first_chunk, chunk_sequence, chunks, run, BLOCK: tl.constexpr):
     n = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     counts = tl.zeros([BLOCK], tl.int32)
@@ -42,9 +42,9 @@ def _plan(cu_seqlens, first_chunk, chunk_sequence, chunks, CHUNK: tl.constexpr, 
         earlier = m + i < n
         start = tl.load(cu_seqlens + m + i, mask=earlier, other=0)
         end = tl.load(cu_seqlens + m + i + 1, mask=earlier, other=0)
-        counts += (end - start + CHUNK - 1) // CHUNK
+        counts += (end - start + run - 1) // run
     first = tl.sum(counts, 0)
-    last = first + (tl.load(cu_seqlens + n + 1) - tl.load(cu_seqlens + n) + CHUNK - 1) // CHUNK
+    last = first + (tl.load(cu_seqlens + n + 1) - tl.load(cu_seqlens + n) + run - 1) // run
     tl.store(first_chunk + n, first)
     for c in range(first, last, BLOCK):
         tl.store(chunk_sequence + c + i, n, mask=c + i < last)
@@ -62,7 +62,7 @@ def cut(offsets: torch.Tensor, length: int, run: int) -> tuple[torch.Tensor, tor
     N = len(offsets) - 1
     runs = length // run + N
     first, sequence = torch.empty_like(offsets), offsets.new_empty(runs)
-    _plan[(N,)](offsets, first, sequence, runs, CHUNK=run, BLOCK=256)
+    _plan[(N,)](offsets, first, sequence, runs, run, BLOCK=256)
     return first, sequence
 
 

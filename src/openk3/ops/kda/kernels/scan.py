@@ -13,6 +13,7 @@ tile that was loaded while earlier chunks were computed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -23,8 +24,7 @@ from openk3.ops.kda.kernels.plan import CHUNK, ChunkPlan
 from openk3.ops.kda.kernels.prepare import Prepared
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(NamedTuple):
     """Sequences cut into runs of `length` chunks from their starts, one program each."""
 
     first_piece: torch.Tensor  # int32 [N + 1]: sequence n has pieces first_piece[n] to first_piece[n + 1]
@@ -39,20 +39,21 @@ class Scanned:
     states: torch.Tensor | None  # [NC, H, V, K], that enter each chunk, in the operands' dtype
     errors: torch.Tensor | None  # E [NC, H, 64, V], in the operands' dtype
     checkpoints: torch.Tensor | None  # [M, H, V, K] fp32
+    fragments: torch.Tensor | None = None  # [P, H, V + K, K] fp32: see `pieces.fragments`
 
 
 @triton.jit
 def _scan(
     v, qd, kd, ke, inverse, attention, decay, initial_state,
     o, final_state, states, errors, checkpoints, checkpoint_of_chunk,
-    cu_seqlens, first_chunk, first_piece, piece_sequence, stride_vt, stride_vh,
+    cu_seqlens, first_chunk, first_piece, piece_sequence, piece_length, stride_vt, stride_vh,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
     INITIAL: tl.constexpr, STATES: tl.constexpr, ERRORS: tl.constexpr, CHECKPOINTS: tl.constexpr,
-    OUTPUT: tl.constexpr, PIECE: tl.constexpr, FRAGMENTS: tl.constexpr, STAGES: tl.constexpr,
+    OUTPUT: tl.constexpr, FRAGMENTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     part, h, p = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     n = p
-    if PIECE:
+    if piece_length is not None:
         n = tl.load(piece_sequence + p).to(tl.int64)
         if n < 0:
             return
@@ -63,14 +64,14 @@ def _scan(
     start = tl.load(cu_seqlens + n).to(tl.int64)
     end = tl.load(cu_seqlens + n + 1)
     last = True
-    if PIECE:
-        skipped = (p - tl.load(first_piece + n)) * PIECE
+    if piece_length is not None:
+        skipped = (p - tl.load(first_piece + n)) * piece_length
         first += skipped
         start += skipped * CHUNK
-        last = chunks - skipped <= PIECE
+        last = chunks - skipped <= piece_length
         if FRAGMENTS and last:
             return
-        chunks = tl.minimum(chunks - skipped, PIECE)
+        chunks = tl.minimum(chunks - skipped, piece_length)
     r, d, e = tl.arange(0, CHUNK), tl.arange(0, K), part * BV + tl.arange(0, BV)
     state = e[:, None] * K + d[None, :]
     if FRAGMENTS:
@@ -176,18 +177,22 @@ def scan(
     kept = None
     if checkpoint_of_chunk is not None:
         kept = v.new_full((checkpoints, H, V, K), float("nan"), dtype=torch.float32)
+    both = None
+    if pieces is not None:
+        from openk3.ops.kda.kernels.pieces import entering_states, fragments
+
+        both = fragments(v, prepared, plan, pieces, hopper)
     result = Scanned(
         o=v.new_empty(T if output else 0, H, V),
         final_state=v.new_empty(N, H, V, K, dtype=torch.float32),
         states=v.new_empty(plan.chunks, H, V, K, dtype=operand) if store_states else None,
         errors=v.new_empty(plan.chunks, H, CHUNK, V, dtype=operand) if store_errors else None,
         checkpoints=kept,
+        fragments=both,
     )
     programs = N * H
-    if pieces is not None:
-        from openk3.ops.kda.kernels.pieces import entering_states
-
-        initial_state = entering_states(v, prepared, plan, pieces, initial_state, result.final_state, hopper)
+    if both is not None and pieces is not None:
+        initial_state = entering_states(both, plan, pieces, initial_state, result.final_state)
         programs = len(pieces.piece_sequence) * H
     tiles = tiles or (hopper_tiles(programs) if hopper else scan_tiles(v))
     launch(v, prepared, plan, initial_state, result, tiles, hopper, pieces, checkpoint_of_chunk, output)
@@ -213,10 +218,9 @@ def launch(
     flags = {
         "INITIAL": initial_state is not None, "STATES": result.states is not None,
         "ERRORS": result.errors is not None, "CHECKPOINTS": result.checkpoints is not None, "OUTPUT": output,
-        "PIECE": 0 if pieces is None else pieces.length, "FRAGMENTS": fragments, "STAGES": tiles.stages,
-        "num_warps": tiles.num_warps,
+        "FRAGMENTS": fragments, "STAGES": tiles.stages, "num_warps": tiles.num_warps,
     }  # fmt: skip
-    cut = (None, None) if pieces is None else (pieces.first_piece, pieces.piece_sequence)
+    cut = pieces or (None, None, None)
     count = plan.sequences if pieces is None else len(pieces.piece_sequence)
     grid = (V + K if fragments else V) // tiles.BV, H, count
     outputs = result.o, result.final_state, result.states, result.errors, result.checkpoints

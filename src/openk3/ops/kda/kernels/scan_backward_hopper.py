@@ -9,8 +9,9 @@ gradient:
 
 dO of the next chunk goes to registers while D^T kd runs, so that dO^T A is under way before dS is known.
 
-Only the last chunk of a sequence may have fewer than CHUNK tokens. It is the first here: its dO is read
-under a mask before the loop, and the copies in the loop are of whole chunks.
+Only the last chunk of a sequence may have fewer than CHUNK tokens. It is the first here, of the sequence or
+of its last piece: the dO that a program begins with is read under a mask before the loop, and the copies in
+the loop are of whole chunks.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -68,8 +69,9 @@ def _fetch(
 @gluon.jit
 def scan_backward_hopper(
     d_o, d_o_tiled, qd, kd, ke, inverse, attention, decay, d_final_state,
-    d_v, d_states, d_initial_state, cu_seqlens, first_chunk,
-    H: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, FINAL: gl.constexpr, STAGES: gl.constexpr,
+    d_v, d_states, d_initial_state, cu_seqlens, first_chunk, first_piece, piece_sequence, piece_length,
+    H: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, FINAL: gl.constexpr,
+    FRAGMENTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -93,11 +95,27 @@ def scan_backward_hopper(
     LANES: gl.constexpr = BV // 8
     TOKENS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
 
-    part, h, n = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2).to(gl.int64)
+    part, h, p = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2).to(gl.int64)
+    n = p
+    if piece_length is not None:
+        n = gl.load(piece_sequence + p).to(gl.int64)
+        if n < 0:
+            return
     first = gl.load(first_chunk + n).to(gl.int64)
     chunks = (gl.load(first_chunk + n + 1) - first).to(gl.int32)
     start = gl.load(cu_seqlens + n).to(gl.int64)
     length = (gl.load(cu_seqlens + n + 1) - start).to(gl.int32)
+    skipped = 0
+    ends = True
+    if piece_length is not None:
+        skipped = (p - gl.load(first_piece + n)).to(gl.int32) * piece_length
+        first += skipped
+        start += skipped * CHUNK
+        length -= skipped * CHUNK
+        ends = chunks - skipped <= piece_length
+        chunks = gl.minimum(chunks - skipped, piece_length)
+    if FRAGMENTS and skipped == 0:
+        return
     last = gl.maximum(chunks - 1, 0)
     column = (h * V + part * BV).to(gl.int32)
 
@@ -123,9 +141,12 @@ def scan_backward_hopper(
 
     e = part * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, ACC))
     d = gl.arange(0, K, layout=gl.SliceLayout(0, ACC))
-    state = (n * H + h) * V * K + e[:, None] * K + d[None, :]
-    if FINAL:
-        dS = gl.load(d_final_state + state)
+    of_sequence = (n * H + h) * V * K + e[:, None] * K + d[None, :]
+    of_piece = (p * H + h) * V * K + e[:, None] * K + d[None, :]
+    if FINAL and FRAGMENTS:
+        dS = gl.load(d_final_state + of_sequence, mask=ends, other=0.0)
+    elif FINAL:
+        dS = gl.load(d_final_state + of_piece)
     else:
         dS = gl.zeros([BV, K], gl.float32, layout=ACC)
     i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, TOKENS))
@@ -169,20 +190,25 @@ def scan_backward_hopper(
         D = warpgroup_mma(dE, inverse_tiles.index(stage), zero, use_acc=False, is_async=True)
         dO_left = gl.convert_layout(dO, LEFT_S)
         dS = warpgroup_mma(dO_left, qd_tiles.index(stage), dS, is_async=True)
-        gl.store(d_states + chunk * V * K + tile, gl.convert_layout(leaving, STATE))
+        if not FRAGMENTS:
+            gl.store(d_states + chunk * V * K + tile, gl.convert_layout(leaving, STATE))
         D, dE = warpgroup_mma_wait(1, deps=(D, dE))
         minus = gl.convert_layout((-D).to(gl.bfloat16), LEFT_S)
         dS = warpgroup_mma(minus, kd_tiles.index(stage), dS, is_async=True)
-        rows = gl.allocate_shared_memory(gl.bfloat16, [BV, CHUNK], COLUMNS, D.to(gl.bfloat16)).permute((1, 0))
-        gl.store(
-            d_v + ((start + c * CHUNK + i)[:, None] * H + h) * V + f[None, :],
-            rows.load(TOKENS),
-            mask=(c * CHUNK + i < length)[:, None],
-        )
+        if not FRAGMENTS:
+            rows = gl.allocate_shared_memory(gl.bfloat16, [BV, CHUNK], COLUMNS, D.to(gl.bfloat16))
+            gl.store(
+                d_v + ((start + c * CHUNK + i)[:, None] * H + h) * V + f[None, :],
+                rows.permute((1, 0)).load(TOKENS),
+                mask=(c * CHUNK + i < length)[:, None],
+            )
         # After the last chunk nothing comes, and what is read here is not used.
         following = (later + 1) % STAGES
         mbarrier.wait(ready.index(following), ((later + 1) // STAGES) & 1, pred=later + 1 < chunks)
         dO = dO_tiles.index(following).permute((1, 0)).load(LEFT)
         factor = decay_tiles.index(following)._reinterpret(gl.float32, [K], FLAT).load(gl.SliceLayout(0, ACC))
         dS, dO_left, minus = warpgroup_mma_wait(0, deps=(dS, dO_left, minus))
-    gl.store(d_initial_state + state, dS)
+    if FRAGMENTS:
+        gl.store(d_initial_state + of_piece, dS)
+    elif skipped == 0:
+        gl.store(d_initial_state + of_sequence, dS)

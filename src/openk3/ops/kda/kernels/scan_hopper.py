@@ -42,16 +42,17 @@ def descriptor(tiles: torch.Tensor) -> TensorDescriptor:
 @gluon.jit
 def _fetch(
     kd, qd, ke, inverse, attention, decay, v, kd_tile, qd_tile, ke_tile, inverse_tile, attention_tile,
-    decay_tile, v_tile, ready, chunk, rows, stride_v, BV: gl.constexpr,
+    decay_tile, v_tile, ready, chunk, rows, stride_v, BV: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copies of a chunk; v from row `rows` on as zeros."""
-    mbarrier.expect(ready, 3 * CHUNK * K * 2 + 2 * CHUNK * CHUNK * 2)
+    """Starts the copies of a chunk, with OUTPUT of qd and A too; v from row `rows` on as zeros."""
+    mbarrier.expect(ready, (3 if OUTPUT else 2) * CHUNK * K * 2 + (2 if OUTPUT else 1) * CHUNK * CHUNK * 2)
     row = (chunk * CHUNK).to(gl.int32)
     tma.async_copy_global_to_shared(kd, [row, 0], ready, kd_tile)
     tma.async_copy_global_to_shared(inverse, [row, 0], ready, inverse_tile)
     tma.async_copy_global_to_shared(ke, [row, 0], ready, ke_tile)
-    tma.async_copy_global_to_shared(qd, [row, 0], ready, qd_tile)
-    tma.async_copy_global_to_shared(attention, [row, 0], ready, attention_tile)
+    if OUTPUT:
+        tma.async_copy_global_to_shared(qd, [row, 0], ready, qd_tile)
+        tma.async_copy_global_to_shared(attention, [row, 0], ready, attention_tile)
     LANES: gl.constexpr = BV // 8
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, COPY))
@@ -69,10 +70,10 @@ def _fetch(
 def scan_hopper(
     v, qd, kd, ke, inverse, attention, decay, initial_state,
     o, final_state, states, errors, checkpoints, checkpoint_of_chunk, cu_seqlens, first_chunk,
-    first_piece, piece_sequence, stride_vt: gl.constexpr, stride_vh: gl.constexpr,
+    first_piece, piece_sequence, piece_length, stride_vt: gl.constexpr, stride_vh: gl.constexpr,
     H: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, INITIAL: gl.constexpr, STATES: gl.constexpr,
-    ERRORS: gl.constexpr, CHECKPOINTS: gl.constexpr, OUTPUT: gl.constexpr, PIECE: gl.constexpr,
-    FRAGMENTS: gl.constexpr, STAGES: gl.constexpr,
+    ERRORS: gl.constexpr, CHECKPOINTS: gl.constexpr, OUTPUT: gl.constexpr, FRAGMENTS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -89,7 +90,7 @@ def scan_hopper(
 
     part, h, p = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2).to(gl.int64)
     n = p
-    if PIECE:
+    if piece_length is not None:
         n = gl.load(piece_sequence + p).to(gl.int64)
         if n < 0:
             return
@@ -98,23 +99,26 @@ def scan_hopper(
     start = gl.load(cu_seqlens + n).to(gl.int64)
     length = (gl.load(cu_seqlens + n + 1) - start).to(gl.int32)
     last = True
-    if PIECE:
-        skipped = (p - gl.load(first_piece + n)).to(gl.int32) * PIECE
+    if piece_length is not None:
+        skipped = (p - gl.load(first_piece + n)).to(gl.int32) * piece_length
         first += skipped
         start += skipped * CHUNK
         length -= skipped * CHUNK
-        last = chunks - skipped <= PIECE
-        chunks = gl.minimum(chunks - skipped, PIECE)
+        last = chunks - skipped <= piece_length
+        chunks = gl.minimum(chunks - skipped, piece_length)
     if FRAGMENTS:
         if last:
             return
         length = gl.where(part * BV < V, length, 0)  # the identity's rows see no values
 
     kd_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], WIDE)
-    qd_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], WIDE)
     ke_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], WIDE)
     inverse_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], SQUARE)
-    attention_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], SQUARE)
+    if OUTPUT:
+        qd_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, K], WIDE)
+        attention_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], SQUARE)
+    else:  # stand-ins that nothing touches
+        qd_tiles, attention_tiles = kd_tiles, inverse_tiles
     V_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BV], gl.bfloat16)
     v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, BV], V_TILE)
     decay_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -131,7 +135,7 @@ def scan_hopper(
                 kd, qd, ke, inverse, attention, decay, v + s * CHUNK * stride_vt,
                 kd_tiles.index(s), qd_tiles.index(s), ke_tiles.index(s), inverse_tiles.index(s),
                 attention_tiles.index(s), decay_tiles.index(s), v_tiles.index(s), ready.index(s),
-                (first + s) * H + h, length - s * CHUNK, stride_vt, BV,
+                (first + s) * H + h, length - s * CHUNK, stride_vt, BV, OUTPUT,
             )  # fmt: skip
         else:
             async_copy.commit_group()
@@ -157,7 +161,7 @@ def scan_hopper(
                 kd, qd, ke, inverse, attention, decay, v + ahead.to(gl.int64) * CHUNK * stride_vt,
                 kd_tiles.index(slot), qd_tiles.index(slot), ke_tiles.index(slot), inverse_tiles.index(slot),
                 attention_tiles.index(slot), decay_tiles.index(slot), v_tiles.index(slot), ready.index(slot),
-                (first + ahead) * H + h, length - ahead * CHUNK, stride_vt, BV,
+                (first + ahead) * H + h, length - ahead * CHUNK, stride_vt, BV, OUTPUT,
             )  # fmt: skip
         else:
             async_copy.commit_group()
