@@ -6,8 +6,9 @@ and decay, all tokens in turn and before the state has arrived, and goes through
 
 What both kernels share is written once and in one layout, so that replayed states equal decoded ones to the
 bit. A window meets the state on the tensor cores: what a lane holds of a row are operands of mma.m16n8k8 as
-they are, columns in another order. Operands are rounded to TF32, to within 2^-12 of each. Rows of `right` are
-multiplied by the same operand and give the pairs.
+they are, columns in another order. Operands are rounded to TF32, to within 2^-12 of each. While the state is
+on its way, pairs of the window's tokens are formed and solved for what errors add to outputs, one `[8, 8]`,
+so that the rest is two products.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon  # type: ignore[import-untyped]
 from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2  # type: ignore[import-untyped]
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2  # type: ignore[import-untyped]
 
 from openk3.ops.kda.kernels.hopper_math import add, exp2, reciprocal
 
@@ -29,6 +30,8 @@ FLAT4 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # 16-byte units of 8 neighbouring rows lie in different banks.
 ROWS8 = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+# So do two neighbours' 64 bytes, which 8 lanes read at once in `rows_layout`.
+ROWS2 = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 2, [1, 0]))
 
 
 @gluon.constexpr_function
@@ -62,6 +65,14 @@ def _rsqrt(x):
     return gl.inline_asm_elementwise(
         "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def _offsets(LAYOUT: gl.constexpr):
+    """Of a head's state `[K, K]` in memory."""
+    v = gl.arange(0, K, layout=gl.SliceLayout(1, LAYOUT))
+    c = gl.arange(0, K, layout=gl.SliceLayout(0, LAYOUT))
+    return v[:, None] * K + c[None, :]
 
 
 @gluon.jit
@@ -224,11 +235,46 @@ def _operand(x, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _product(left, right, M: gl.constexpr, N: gl.constexpr, ACC: gl.constexpr):
-    """left `[M, 128]` times right^T `[N, 128]`, both in `rows_layout`."""
+    """left `[M, 128]` times right^T `[N, 128]`, both in `rows_layout` and rounded."""
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 1)
     B: gl.constexpr = gl.DotOperandLayout(1, ACC, 1)
     y = gl.zeros([M, N], gl.float32, layout=ACC)
-    return mma_v2(_operand(_rounded(left), M, A), _operand(_rounded(right), N, B), y, input_precision="tf32")
+    return mma_v2(_operand(left, M, A), _operand(right, N, B), y, input_precision="tf32")
+
+
+@gluon.jit
+def _stack(x):
+    """Tensors `[G, 4, K]` of 4 or 8 tokens as one `[T, G, 4, K]`."""
+    y = gl.join(gl.join(x[0], x[1]), gl.join(x[2], x[3]))
+    if len(x) == 4:
+        y = gl.permute(y, (4, 3, 0, 1, 2))
+    else:
+        y = gl.join(y, gl.join(gl.join(x[4], x[5]), gl.join(x[6], x[7])))
+        y = gl.permute(y, (5, 4, 3, 0, 1, 2))
+    return gl.reshape(y, [len(x), y.shape[-3], 4, K])
+
+
+@gluon.jit
+def _outputs_of_errors(pairs, W: gl.constexpr, LAYOUT: gl.constexpr):
+    """What errors add to outputs, A (I + L)^-1 transposed, `[16, 8]` as an operand, column by column.
+
+    pairs `[16, 8]` in shared memory: rows j are A_ij, rows 8 + j are L_ij; token i is column
+    2 (i % 4) + i // 4 there and in the result, whose rows are tokens j. Rows and columns beyond W are zero.
+    """
+    ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    n = gl.arange(0, 8, layout=ROW)
+    i = n // 2 + n % 2 * 4
+    j = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    y = gl.zeros([16, 8], gl.float32, layout=LAYOUT)
+    columns = ()
+    for now in gl.static_range(W - 1, -1, -1):
+        column = gl.where((i >= now) & (i < W), pairs.index(now).load(ROW), 0.0)
+        for later in gl.static_range(W - 1, now, -1):
+            L = pairs.index(8 + now).slice(later % 4 * 2 + later // 4, 1).load(ROW)
+            column = gl.fma(-columns[W - 1 - later], L, column)
+        columns = columns + (column,)  # type: ignore[assignment]  # noqa: RUF005
+        y = gl.where(j == now, gl.expand_dims(column, 0), y)
+    return y
 
 
 @gluon.jit
@@ -257,9 +303,12 @@ def verify_hopper(
         gl.store(out + row, gl.zeros([T, K], out.dtype.element_ty, layout=OUT), mask=r < W)
         return
     count = gl.minimum(gl.load(accepted + n), P)
-    v = gl.arange(0, K, layout=gl.SliceLayout(1, STATE))
-    c = gl.arange(0, K, layout=gl.SliceLayout(0, STATE))
-    cells = state + (slot * H + h) * (K * K) + v[:, None] * K + c[None, :]
+    # The state waits in shared memory: in registers it would leave none for the tokens.
+    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    cells = state + (slot * H + h) * (K * K)
+    entered = gl.allocate_shared_memory(gl.float32, [K, K], ROWS2)
+    async_copy.async_copy_global_to_shared(entered, cells + _offsets(COPY))
+    async_copy.commit_group()
 
     # Two groups side by side: the past window after the tail, and the new one after what stays of those.
     group = gl.expand_dims(
@@ -307,7 +356,6 @@ def verify_hopper(
     beta = _sigmoid(gl.where(g2 == 0, past_logits, new_logits).to(gl.float32) * LOG2_E)
     betas._reinterpret(gl.float32, [2, T], FLAT2).store(beta)
 
-    S = gl.load(cells)
     gl.thread_barrier()  # the window takes the place of the past one, for which all threads have asked
     for s in gl.static_range(3):
         gl.store(old + s * C, x[s], mask=known & new)
@@ -317,13 +365,14 @@ def verify_hopper(
     gl.store(past_b + (past_row + t2) * H + h + g2 * 0, new_logits, mask=(g2 == 1) & (t2 < W))
 
     tokens = gl.allocate_shared_memory(gl.float32, [T, 2, 4, K], FLAT4)
-    for s in gl.static_range(0, T, 2):
-        first = _token(x, s, head, kind, ~new, lower_bound, l2_eps, BOUNDED)
-        second = _token(x, s + 1, head, kind, ~new, lower_bound, l2_eps, BOUNDED)
-        tokens.slice(s, 2).store(gl.permute(gl.join(first, second), (3, 0, 1, 2)))
+    every = ()
+    for s in gl.static_range(T):
+        every = every + (_token(x, s, head, kind, ~new, lower_bound, l2_eps, BOUNDED),)  # type: ignore[assignment]  # noqa: RUF005
+    tokens.store(_stack(every))
 
-    # Operands of the window's products, rows (token, q or k): `entering` decayed to the token, shifted by
-    # half of what decays add up to; `right`, of which rows of k count, undoes the decay, times beta.
+    # Operands of the window's products: `entering`, rows (token, q or k), decayed to the token and shifted by
+    # half of what decays add up to; `right`, rows of k, which undoes the decay, times beta. Rows beyond the
+    # tokens' (not written, or the same again) give products that are not read.
     WINDOW: gl.constexpr = gl.BlockedLayout([T, 1, 1, 1], [1, 1, 1, 32], [1, 1, 2, WARPS // 2], [3, 2, 1, 0])
     window = tokens.slice(1, 1, dim=1)
     kq = window.slice(0, 2, dim=2).load(WINDOW)
@@ -331,37 +380,46 @@ def verify_hopper(
     log_decay = gl.maximum(window.slice(3, 1, dim=2).load(WINDOW), floor)
     log_decay = gl.associative_scan(log_decay, 0, add) + SHIFT
     window_betas = betas._reinterpret(gl.float32, [2 * T, 1, 1, 1], FLAT4).slice(T, T)
-    entering = gl.allocate_shared_memory(gl.float32, [2 * T, K], ROWS8)
-    right = gl.allocate_shared_memory(gl.float32, [16, K], ROWS8)
-    entering.store(gl.reshape(kq * exp2(log_decay), [2 * T, K]))
-    right.slice(0, 2 * T).store(gl.reshape(kq * exp2(-log_decay) * window_betas.load(WINDOW), [2 * T, K]))
+    entering = gl.allocate_shared_memory(gl.float32, [16, K], ROWS8)
+    right = gl.allocate_shared_memory(gl.float32, [8, K], ROWS8)
+    entering.slice(0, 2 * T).store(_rounded(gl.reshape(kq * exp2(log_decay), [2 * T, K])))
+    undone = window.slice(1, 1, dim=2).load(WINDOW) * exp2(-log_decay) * window_betas.load(WINDOW)
+    if T == 4:
+        undone = gl.permute(gl.join(undone, undone), (4, 0, 1, 2, 3))
+    right.store(_rounded(gl.reshape(undone, [8, K])))
+    product = _product(entering.load(rows_layout(16, WARPS)), right.load(rows_layout(8, WARPS)), 16, 8, ACC)
+    pairs = gl.allocate_shared_memory(gl.float32, [2, 8, 4, 2], FLAT4)
+    pairs.store(gl.permute(gl.reshape(product, [2, 4, 2, 8]), (2, 3, 1, 0)))
+    B: gl.constexpr = gl.DotOperandLayout(1, ACC, 1)
+    of_errors = _rounded(_outputs_of_errors(pairs._reinterpret(gl.float32, [16, 8], FLAT1), W, B))
 
+    async_copy.wait_group(0)
+    S = entered.load(STATE)
     rows = tokens._reinterpret(gl.float32, [T * 8, K], FLAT1)
     for t in range(count):
         S = _advance(S, rows, t * 8, betas.index(t).load(gl.SliceLayout(1, STATE)))
     if count > 0:
-        gl.store(cells, S)
+        gl.store(cells + _offsets(STATE), S)
 
-    operand = entering.load(rows_layout(2 * T, WARPS))
-    read = _product(S, operand, 128, 2 * T, ACC)
-    pairs = gl.allocate_shared_memory(gl.float32, [16, 2 * T], FLAT1)
-    pairs._reinterpret(gl.float32, [16, 2 * T], FLAT2).store(
-        _product(right.load(rows_layout(16, WARPS)), operand, 16, 2 * T, ACC)
-    )
+    operand = entering.slice(0, 2 * T).load(rows_layout(2 * T, WARPS))
+    read = _product(_rounded(S), operand, 128, 2 * T, ACC)
     o, known_part = gl.split(gl.reshape(read * (2.0**-SHIFT), [K, T, 2]))
     LEFT: gl.constexpr = o.type.layout
     values = window.slice(2, 1, dim=2)
     SPREAD: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1], [4, 1, 1, 8], [1, 1, 1, WARPS], [3, 2, 1, 0])
     values = gl.permute(gl.reshape(values.load(SPREAD), [T, K]), (1, 0))
-    errors = gl.convert_layout(values, LEFT) - known_part
-    j = gl.arange(0, T, layout=gl.SliceLayout(0, LEFT))[None, :]
-    for t in gl.static_range(W):  # forward substitution
-        A, L = gl.split(gl.reshape(pairs.index(2 * t + 1).load(gl.SliceLayout(0, ACC)), [T, 2]))
-        A = gl.expand_dims(gl.convert_layout(A, gl.SliceLayout(0, LEFT)), 0)
-        L = gl.expand_dims(gl.convert_layout(L, gl.SliceLayout(0, LEFT)), 0)
-        error = gl.expand_dims(gl.sum(gl.where(j == t, errors, 0.0), 1), 1)
-        errors = gl.fma(-error, gl.where(j > t, L, 0.0), errors)
-        o = gl.fma(error, gl.where(j >= t, A, 0.0), o)
+    errors = _rounded(gl.convert_layout(values, LEFT) - known_part)
+    for columns in gl.static_range(T.bit_length(), 5):  # zeros up to 16, the least that mma_v2 takes
+        zeros = gl.zeros_like(errors)
+        errors = gl.reshape(gl.permute(gl.join(errors, zeros), (0, 2, 1)), [K, 1 << columns])
+    errors = gl.convert_layout(errors, gl.DotOperandLayout(0, ACC, 1), assert_trivial=True)
+    added = mma_v2(errors, of_errors, gl.zeros([K, 8], gl.float32, layout=ACC), input_precision="tf32")
+    added = gl.reshape(added, [K, 4, 2])
+    if T == 4:
+        added, _ = gl.split(added)
+    else:
+        added = gl.reshape(gl.permute(added, (0, 2, 1)), [K, 8])
+    o += gl.convert_layout(added, LEFT, assert_trivial=True)
     outputs = gl.allocate_shared_memory(gl.float32, [T, K], FLAT2)
     outputs.permute((1, 0)).store(o)
     o = outputs.load(OUT)
