@@ -1,10 +1,13 @@
 """Random shapes, scales and gates through the KDA kernels on one GPU, against the chunked form in float64.
 
-    PYTHONPATH=src python bench/kda_fuzz.py h200 [--cases 10000] [--seed 0] [--budget SECONDS]
+    PYTHONPATH=src python bench/kda_fuzz.py h200 [--cases 10000] [--seed 0] [--jobs 4] [--budget SECONDS]
 
 Each case is packed sequences of awkward lengths with inputs of random magnitudes, in bf16 with fp32 gate
 parameters and states. Outputs and final states must be finite and close; every eighth case asks the same of
-all gradients. The summary goes to `results/kda-fuzz-<device>.json`; the exit status is 1 if any case failed.
+all gradients. Close: the error is at most SLACK times what the exact results change when what enters products
+in bf16 (q, k, v, the state, and the gradients given to a backward) is rounded so at random. No kernel does
+better for a scalar that nearly cancels, and one that sums 64 such roundings does up to 8 times worse. The
+summary goes to `results/kda-fuzz-<device>.json`; the exit status is 1 if any case failed.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ import argparse
 import datetime
 import json
 import math
+import multiprocessing
 import random
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +30,9 @@ from openk3.ops.kda.gated import gated_kda
 
 Tensor = torch.Tensor
 NAMES = ("q", "k", "v", "z", "b", "A_log", "dt_bias", "initial_state")
-# bf16 has 8 bits: an output sums hundreds of products of rounded operands.
-LIMITS = {"o": 0.02, "final_state": 0.02, "gradients": 0.05}
+SLACK = 10.0
+# Beside it: a ten thousandth for sums in fp32, and what fp32 does not hold.
+RELATIVE, ABSOLUTE = 1e-4, 1e-30
 
 
 def _case(rng: random.Random, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -48,7 +54,7 @@ def _case(rng: random.Random, seed: int) -> tuple[dict[str, Tensor], dict[str, A
     def magnitude() -> float:
         return float(10 ** rng.uniform(-4, 4))
 
-    traits = {
+    traits: dict[str, Any] = {
         "lengths": lengths, "H": H, "K": K, "gate": rng.uniform(-12, 12), "write": rng.uniform(-8, 8),
         "A_log": rng.uniform(-2, 3), "q": magnitude(), "k": magnitude(), "v": magnitude(),
         "equal_keys": rng.random() < 0.1, "state": rng.choice([None, magnitude()]),
@@ -70,30 +76,69 @@ def _case(rng: random.Random, seed: int) -> tuple[dict[str, Tensor], dict[str, A
     return inputs | {"cu_seqlens": cu_seqlens}, traits
 
 
-def _error(actual: Tensor, expected: Tensor) -> float:
-    if not torch.isfinite(actual).all():
-        return math.inf
-    size = float(expected.norm())
-    return float((actual.double() - expected).norm()) / size if size else float(actual.double().norm())
-
-
-def _run(
-    inputs: dict[str, Tensor], implementation: str | None, dtype: torch.dtype | None, grads: bool
+def _results(
+    inputs: dict[str, Tensor], implementation: str | None, seeds: tuple[Tensor, Tensor] | None
 ) -> list[Tensor]:
-    own = {n: x.to(dtype) if dtype and x.is_floating_point() else x.clone() for n, x in inputs.items()}
-    leaves = [own[n].requires_grad_(grads) for n in NAMES if n in own]
+    """Output, final states and, given gradients to both, those of all inputs."""
+    own = {n: x.clone() for n, x in inputs.items()}
+    leaves = [own[n].requires_grad_(seeds is not None) for n in NAMES if n in own]
     o, state = gated_kda(**own, implementation=implementation)  # type: ignore[call-overload]
-    if not grads:
+    if seeds is None:
         return [o, state]
-    make = torch.Generator(device="cuda").manual_seed(1)
-    d_o = torch.randn(o.shape, device="cuda", generator=make).bfloat16().to(o.dtype)
-    d_state = torch.randn(state.shape, device="cuda", generator=make).to(state.dtype)
-    # Gradients of the two outputs in the size that each output has.
-    d_o, d_state = (
-        d_o * float(o.detach().float().std() + 1e-30),
-        d_state * float(state.detach().std() + 1e-30),
+    grads = torch.autograd.grad(
+        [o, state], leaves, [d.to(x.dtype) for d, x in zip(seeds, (o, state), strict=True)]
     )
-    return [o, state, *torch.autograd.grad([o, state], leaves, [d_o, d_state])]
+    return [o.detach(), state.detach(), *grads]
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """x in float64 as if rounded to bf16 at random: off by up to half a unit of the last place."""
+    return x * (1 + 2.0**-8 * (torch.rand_like(x) - 0.5))
+
+
+def _compare(inputs: dict[str, Tensor], gradients: bool) -> list[tuple[str, float, float]]:
+    """For each result its error, and the error in units of what it may be, both infinite if not finite."""
+    seeds: tuple[Tensor, Tensor] | None = None
+    exact = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+    rounded = {n: _rounded(x) if n in ("q", "k", "v", "initial_state") else x for n, x in exact.items()}
+    expected = _results(exact, "eager", None)
+    if gradients:
+        # Gradients of the two outputs in the size that each output has.
+        d_o, d_state = (torch.randn_like(x) * (x.std(correction=0) + 1e-30) for x in expected)
+        seeds = d_o.bfloat16().double(), d_state.float().double()
+        expected = _results(exact, "eager", seeds)
+    nearby = _results(rounded, "eager", seeds and (_rounded(seeds[0]), _rounded(seeds[1])))
+    found = []
+    names = ["o", "final_state", *(f"d {n}" for n in NAMES if n in inputs)]
+    for name, x, y, near in zip(names, _results(inputs, None, seeds), expected, nearby, strict=False):
+        error, size, sways = (float(e.norm()) for e in (x.double() - y, y, near - y))
+        relative = error / max(size, ABSOLUTE)
+        allowed = SLACK * sways + RELATIVE * size + ABSOLUTE * x.numel() ** 0.5
+        if not torch.isfinite(x).all():
+            relative = allowed_share = math.inf
+        else:
+            allowed_share = error / allowed
+        found.append((name, relative, allowed_share))
+    return found
+
+
+def _fuzz(job: tuple[int, list[int], float]) -> dict[str, Any]:
+    """Cases of one process."""
+    seed, cases, until = job
+    largest: dict[str, tuple[float, float, dict[str, Any]]] = {}
+    failures, done, with_gradients = [], 0, 0
+    for case in cases:
+        if time.time() > until:
+            break
+        inputs, traits = _case(random.Random(f"{seed} {case}"), seed * 1_000_003 + case)
+        torch.manual_seed(case)
+        for name, error, share in _compare(inputs, case % 8 == 0):
+            if share > largest.get(name, (-1.0, 0.0, {}))[0]:
+                largest[name] = share, error, traits | {"case": case}
+            if not share <= 1:
+                failures.append({"what": name, "error": error, "share": share, "case": case, **traits})
+        done, with_gradients = done + 1, with_gradients + (case % 8 == 0)
+    return {"done": done, "gradients": with_gradients, "failures": failures, "largest": largest}
 
 
 def main() -> None:
@@ -103,40 +148,37 @@ def main() -> None:
     parser.add_argument("device", nargs="?", default="h200", help="names the file of results")
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=4, help="processes that share the card")
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench/kda_fuzz.py needs a CUDA device")
         return
-    rng, begun = random.Random(arguments.seed), time.monotonic()
-    worst: dict[str, tuple[float, object]] = {}
-    failures, done, with_gradients = [], 0, 0
-    for case in range(arguments.cases):
-        if time.monotonic() - begun > arguments.budget:
-            break
-        inputs, traits = _case(rng, arguments.seed * 1_000_003 + case)
-        grads = case % 8 == 0
-        actual = _run(inputs, None, None, grads)
-        expected = _run(inputs, "eager", torch.float64, grads)
-        names = ["o", "final_state", *(f"d {n}" for n in NAMES if n in inputs)]
-        for name, mine, oracle in zip(names, actual, expected, strict=False):
-            error = _error(mine.detach(), oracle.detach())
-            if error > worst.get(name, (-1.0, None))[0]:
-                worst[name] = (error, traits | {"case": case})
-            if not error < LIMITS.get(name, LIMITS["gradients"]):
-                failures.append({"what": name, "error": error, "case": case, **traits})
-        done, with_gradients = done + 1, with_gradients + grads
-    for name, (error, traits_of) in worst.items():
-        print(f"{name:18s} {error:.2e}  {traits_of}")
-    print(
-        f"{done} cases, {with_gradients} with gradients, {len(failures)} failures, "
-        f"{time.monotonic() - begun:.0f} s"
-    )
-    for failure in failures[:20]:
+    begun = time.time()
+    until = begun + arguments.budget
+    # In runs of eight, of which the first has gradients.
+    shares = [
+        [case for case in range(arguments.cases) if case // 8 % arguments.jobs == job]
+        for job in range(arguments.jobs)
+    ]
+    jobs = [(arguments.seed, share, until) for share in shares]
+    with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
+        parts = list(pool.map(_fuzz, jobs))
+    done, with_gradients = (sum(part[key] for part in parts) for key in ("done", "gradients"))
+    failures = sorted((f for part in parts for f in part["failures"]), key=lambda f: f["case"])
+    largest = {
+        name: max((part["largest"][name] for part in parts if name in part["largest"]), key=lambda x: x[0])
+        for name in dict.fromkeys(name for part in parts for name in part["largest"])
+    }
+    for name, (share, error, traits) in largest.items():
+        print(f"{name:18s} {share:.2f} of what it may be; relative {error:.1e}  {traits}")
+    seconds = time.time() - begun
+    print(f"{done} cases, {with_gradients} with gradients, {len(failures)} failures, {seconds:.0f} s")
+    for failure in failures[:40]:
         print("FAILED", failure)
     summary = {
         "cases": done, "with_gradients": with_gradients, "failures": len(failures), "seed": arguments.seed,
-        "limits": LIMITS, "largest": {name: error for name, (error, _) in worst.items()},
+        "slack": SLACK, "largest share": {name: share for name, (share, _, _) in largest.items()},
         "torch": torch.__version__, "date": datetime.date.today().isoformat(),
     }  # fmt: skip
     path = Path(__file__).parent / "results" / f"kda-fuzz-{arguments.device}.json"
