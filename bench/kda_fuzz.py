@@ -4,10 +4,14 @@
 
 Each case is packed sequences of awkward lengths with inputs of random magnitudes, in bf16 with fp32 gate
 parameters and states. Outputs and final states must be finite and close; every eighth case asks the same of
-all gradients. Close: the error is at most SLACK times what the exact results change when what enters products
-in bf16 (q, k, v, the state, and the gradients given to a backward) is rounded so at random. No kernel does
-better for a scalar that nearly cancels, and one that sums 64 such roundings does up to 8 times worse. The
-summary goes to `results/kda-fuzz-<device>.json`; the exit status is 1 if any case failed.
+all gradients.
+
+Close: the error is at most a hundredth plus SLACK times what the exact results change when what enters
+products in bf16 (q, k, v, the state, and the gradients given to a backward) is rounded at random, the larger
+of two tries. No kernel does better for a scalar that nearly cancels, and one that sums 64 such roundings does
+up to 8 times worse.
+
+The summary goes to `results/kda-fuzz-<device>.json`; the exit status is 1 if any case failed.
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ from openk3.ops.kda.gated import gated_kda
 Tensor = torch.Tensor
 NAMES = ("q", "k", "v", "z", "b", "A_log", "dt_bias", "initial_state")
 SLACK = 10.0
-# Beside it: a ten thousandth for sums in fp32, and what fp32 does not hold.
-RELATIVE, ABSOLUTE = 1e-4, 1e-30
+# Beside it: results are stored in bf16, and a scalar may happen to sway by little; what fp32 does not hold.
+RELATIVE, ABSOLUTE = 0.01, 1e-30
 
 
 def _case(rng: random.Random, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -91,34 +95,36 @@ def _results(
     return [o.detach(), state.detach(), *grads]
 
 
-def _rounded(x: Tensor) -> Tensor:
+def _round(x: Tensor) -> Tensor:
     """x in float64 as if rounded to bf16 at random: off by up to half a unit of the last place."""
     return x * (1 + 2.0**-8 * (torch.rand_like(x) - 0.5))
 
 
+def _rounded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: _round(x) if n in ("q", "k", "v", "initial_state") else x for n, x in inputs.items()}
+
+
 def _compare(inputs: dict[str, Tensor], gradients: bool) -> list[tuple[str, float, float]]:
-    """For each result its error, and the error in units of what it may be, both infinite if not finite."""
+    """For each result its relative error, and the error over what it may be, infinite if not finite."""
     seeds: tuple[Tensor, Tensor] | None = None
     exact = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
-    rounded = {n: _rounded(x) if n in ("q", "k", "v", "initial_state") else x for n, x in exact.items()}
     expected = _results(exact, "eager", None)
     if gradients:
         # Gradients of the two outputs in the size that each output has.
         d_o, d_state = (torch.randn_like(x) * (x.std(correction=0) + 1e-30) for x in expected)
         seeds = d_o.bfloat16().double(), d_state.float().double()
         expected = _results(exact, "eager", seeds)
-    nearby = _results(rounded, "eager", seeds and (_rounded(seeds[0]), _rounded(seeds[1])))
+    nearby = [
+        _results(_rounded(exact), "eager", seeds and (_round(seeds[0]), _round(seeds[1]))) for _ in range(2)
+    ]
     found = []
     names = ["o", "final_state", *(f"d {n}" for n in NAMES if n in inputs)]
-    for name, x, y, near in zip(names, _results(inputs, None, seeds), expected, nearby, strict=False):
-        error, size, sways = (float(e.norm()) for e in (x.double() - y, y, near - y))
-        relative = error / max(size, ABSOLUTE)
+    for name, x, y, *near in zip(names, _results(inputs, None, seeds), expected, *nearby, strict=False):
+        error, size = float((x.double() - y).norm()), float(y.norm())
+        sways = max(float((z - y).norm()) for z in near)
         allowed = SLACK * sways + RELATIVE * size + ABSOLUTE * x.numel() ** 0.5
-        if not torch.isfinite(x).all():
-            relative = allowed_share = math.inf
-        else:
-            allowed_share = error / allowed
-        found.append((name, relative, allowed_share))
+        finite = bool(torch.isfinite(x).all())
+        found.append((name, error / max(size, ABSOLUTE), error / allowed if finite else math.inf))
     return found
 
 
