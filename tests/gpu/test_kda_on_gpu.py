@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from openk3.ops.kda import MixerWeights, gated_kda, kda_decode, kda_step
+from openk3.ops.kda import DraftWindow, MixerWeights, gated_kda, kda_decode, kda_step, kda_verify
 from openk3.ops.kda_gate import kda_gate
 from openk3.ops.norm import gated_rms_norm, l2_norm
 from openk3.ops.short_conv import short_conv
@@ -195,3 +195,52 @@ def test_decoding_a_token_is_a_step_of_the_recurrence_between_its_neighbours(K):
     assert relative_error(actual, expected) < 8e-3
     assert relative_error(state, S) < 1e-4
     assert torch.equal(tail, new_tail.bfloat16())
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+def test_a_packing_without_tokens_hands_states_and_their_gradients_on(lengths):
+    inputs = draw(128)
+    own = inputs | {n: inputs[n][:0] for n in TOKENS}
+    own["cu_seqlens"] = inputs["cu_seqlens"].new_zeros(len(lengths) + 1)
+    own["initial_state"] = inputs["initial_state"][: len(lengths)].clone().requires_grad_()
+    o, S = gated_kda(**own)
+    assert o.shape == (0, 3, 128) and torch.equal(S, own["initial_state"])
+    (d,) = torch.autograd.grad(S.sum(), own["initial_state"])
+    assert torch.equal(d, torch.ones_like(S))
+
+
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("W", [1, 4, 8])
+def test_replay_is_sequential_decoding_inside_a_graph_after_every_accepted_length(W, K):
+    H, N = 3, W + 2  # one sequence for each count of accepted tokens, 0 to W, and an inactive row
+    make = torch.Generator("cuda").manual_seed(4)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=make)
+
+    def window() -> tuple[torch.Tensor, ...]:
+        return tuple(random(N, W, *s).bfloat16() for s in ((3 * H * K,), (H, K), (H,), (H, K)))
+
+    w = MixerWeights(random(4, 3 * H * K), 0.3 * random(H), 0.5 * random(H, K), random(K), 1e-5)
+    state, tail = random(N, H, K, K), random(N, 3, 3 * H * K).bfloat16()
+    decoded = state.clone(), tail.clone()
+    slots = torch.cat([torch.randperm(N - 1), torch.tensor([-1])]).int().cuda()
+    accepted = torch.arange(N, device="cuda", dtype=torch.int32).clamp(max=W)
+    past = DraftWindow.empty(N, W, H, K, torch.bfloat16, "cuda")
+    for kept in (past.qkv, past.z, past.b):
+        kept.fill_(float("nan"))  # of slots that never had a window
+    first, second = window(), window()
+    kda_verify(*first, state, tail, past, torch.zeros_like(accepted), slots, w)
+    assert torch.equal(state, decoded[0]) and torch.equal(tail, decoded[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = kda_verify(*second, state, tail, past, accepted, slots, w)
+    assert torch.equal(state, decoded[0])  # captured, not run
+    graph.replay()
+    for t in range(W):
+        kda_decode(*(x[:, t].contiguous() for x in first), *decoded, torch.where(t < accepted, slots, -1), w)
+    assert torch.equal(state, decoded[0]) and torch.equal(tail, decoded[1])
+    for t in range(W):
+        expected = kda_decode(*(x[:, t].contiguous() for x in second), *decoded, slots, w)
+        assert relative_error(o[:, t], expected.double()) < 4e-3
+    assert not o[-1].any()

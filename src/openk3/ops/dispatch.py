@@ -45,8 +45,10 @@ def choose(
 ) -> Implementation:
     """The implementation that will run `operator` on `x`: `wanted`, or the fastest for its device.
 
-    `kernels` is False where no GPU kernel takes the inputs: the default is "eager" on every device then.
+    `kernels` is False where no GPU kernel takes the inputs: the default is "eager" on every device then. No
+    kernel takes float64, the precision of oracles.
     """
+    kernels = kernels and x.dtype != torch.float64
     chosen = wanted or ("triton" if x.is_cuda and kernels else "eager")
     if chosen == "triton" and not kernels:
         raise KernelUnavailable(f"{operator}: has no Triton kernel for this; ask for implementation='eager'")

@@ -27,6 +27,9 @@ __all__ = ["CHECKPOINT_GRID", "gated_kda"]
 # Tokens from a sequence's start between positions whose state can be asked for: the chunk of the kernels.
 CHECKPOINT_GRID = 64
 
+# Kernels take pairs of tokens with factors of up to 2^116, so that a large scale would leave fp32.
+LARGEST_SCALE = 256.0
+
 Tensor = torch.Tensor
 
 
@@ -125,7 +128,12 @@ def gated_kda(
             f"got {tuple(initial_state.shape)}"
         )
     scale = K**-0.5 if scale is None else scale
-    kernels_fit = lower_bound is not None and _kernels_take(q, k, v, z, b, A_log)
+    kernels_fit = (
+        lower_bound is not None
+        and N > 0
+        and abs(scale) <= LARGEST_SCALE
+        and _kernels_take(q, k, v, z, b, A_log)
+    )
     if kernels_fit and q.is_cuda and torch.is_grad_enabled():
         trained = (q, k, v, z, b, A_log, dt_bias, initial_state)
         if any(x is not None and x.requires_grad for x in trained):
