@@ -1,4 +1,4 @@
-"""Seconds that the first call of each KDA function takes on one GPU: all kernels compiled anew, nothing cached.
+"""Seconds that the first call of each KDA function takes on one GPU, with all kernels compiled anew.
 
     PYTHONPATH=src python bench/kda_first_call.py [h200]
 
