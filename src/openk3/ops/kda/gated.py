@@ -128,12 +128,7 @@ def gated_kda(
             f"got {tuple(initial_state.shape)}"
         )
     scale = K**-0.5 if scale is None else scale
-    kernels_fit = (
-        lower_bound is not None
-        and N > 0
-        and abs(scale) <= LARGEST_SCALE
-        and _kernels_take(q, k, v, z, b, A_log)
-    )
+    kernels_fit = N > 0 and abs(scale) <= LARGEST_SCALE and _kernels_take(q, k, v, z, b, A_log)
     if kernels_fit and q.is_cuda and torch.is_grad_enabled():
         trained = (q, k, v, z, b, A_log, dt_bias, initial_state)
         if any(x is not None and x.requires_grad for x in trained):
@@ -143,7 +138,6 @@ def gated_kda(
     if chosen == "triton":
         from openk3.ops.kda.kernels.operator import gated_kda as kernels
 
-        assert lower_bound is not None
         return kernels(
             q, k, v, z, b, A_log, dt_bias, cu_seqlens.to(torch.int32), initial_state,
             None if checkpoint_at is None else checkpoint_at.to(torch.int32),
@@ -169,7 +163,7 @@ def gated_kda(
 
 
 def _kernels_take(q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, A_log: Tensor) -> bool:
-    """What KERNELS of the package says in words; the bounded gate is the caller's."""
+    """What KERNELS of the package says in words."""
     of_one_dtype = q.dtype == k.dtype == v.dtype == z.dtype == b.dtype
     fits = q.dtype in (torch.bfloat16, torch.float32) and A_log.dtype != torch.float64
     return of_one_dtype and fits and q.shape[2] == v.shape[2] and q.shape[2] in (64, 128)

@@ -37,7 +37,7 @@ def _forward(
     cu_seqlens: Tensor,
     initial_state: Tensor | None,
     checkpoint_at: Tensor | None,
-    lower_bound: float,
+    lower_bound: float | None,
     scale: float,
     split: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,7 +64,7 @@ def _(
     cu_seqlens: Tensor,
     initial_state: Tensor | None,
     checkpoint_at: Tensor | None,
-    lower_bound: float,
+    lower_bound: float | None,
     scale: float,
     split: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,7 +88,7 @@ def _backward(
     o: Tensor,
     d_o: Tensor,
     d_final_state: Tensor,
-    lower_bound: float,
+    lower_bound: float | None,
     scale: float,
     split: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -122,7 +122,7 @@ def _(
     o: Tensor,
     d_o: Tensor,
     d_final_state: Tensor,
-    lower_bound: float,
+    lower_bound: float | None,
     scale: float,
     split: bool,
 ) -> tuple[Tensor, ...]:
@@ -159,7 +159,7 @@ def gated_kda(
     cu_seqlens: Tensor,
     initial_state: Tensor | None,
     checkpoint_at: Tensor | None,
-    lower_bound: float,
+    lower_bound: float | None,
     scale: float,
     split: bool,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:

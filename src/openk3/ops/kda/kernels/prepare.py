@@ -178,14 +178,15 @@ def prepare(
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
     plan: ChunkPlan,
-    lower_bound: float,
+    lower_bound: float | None,
     scale: float,
     *,
     hopper: bool | None = None,
 ) -> Prepared:
     """Raw q, k, z `[T, H, K]` (last axis contiguous) and b `[T, H]` to chunks, in q's dtype.
 
-    `hopper`: which of the two kernels; by default Hopper's where it fits (bf16, K = 128, sm_90).
+    `lower_bound`: of the gate; None for the gate without one, which has a kernel of its own for every card.
+    `hopper`: which of the bounded gate's two; by default Hopper's where it fits (bf16, K = 128, sm_90).
     """
     _, H, K = q.shape
     qd, kd, ke = (q.new_empty(plan.chunks, H, CHUNK, K) for _ in range(3))
@@ -195,9 +196,17 @@ def prepare(
     inputs = q, k, z, b, A_log, dt_bias, plan.cu_seqlens, plan.first_chunk, plan.chunk_sequence
     outputs = qd, kd, ke, inverse, attention, decay
     strides = *q.stride()[:2], *k.stride()[:2], *z.stride()[:2], b.stride(0)
+    types = {"OPERAND": tl.bfloat16 if half else tl.float32, "PRODUCT": tl.float16 if half else tl.float32}
     if hopper is None:
         hopper = hopper_fits(q, K)
-    if hopper:
+    if lower_bound is None:
+        from openk3.ops.kda.kernels.prepare_unbounded import prepare_unbounded
+
+        prepare_unbounded[(plan.chunks, H)](
+            *inputs, *outputs, *strides, scale, H=H, K=K, BK=32, EPS=L2_EPS, **types,
+            CHUNK=CHUNK, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    elif hopper:
         from openk3.ops.kda.kernels.prepare_hopper import prepare_hopper
 
         prepare_hopper[(plan.chunks, H)](
@@ -205,8 +214,7 @@ def prepare(
         )
     else:
         _prepare[(plan.chunks, H)](
-            *inputs, *outputs, *strides, scale, H=H, K=K, BOUND=lower_bound, EPS=L2_EPS,
-            OPERAND=tl.bfloat16 if half else tl.float32, PRODUCT=tl.float16 if half else tl.float32,
+            *inputs, *outputs, *strides, scale, H=H, K=K, BOUND=lower_bound, EPS=L2_EPS, **types,
             CHUNK=CHUNK, num_warps=4, num_stages=1,
         )  # fmt: skip
     return Prepared(*outputs)
