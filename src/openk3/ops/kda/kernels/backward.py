@@ -35,12 +35,12 @@ def backward(
     d_o: torch.Tensor,
     d_final_state: torch.Tensor | None,
     plan: ChunkPlan,
-    lower_bound: float,
+    lower_bound: float | None,
     scale: float,
     pieces: Pieces | None = None,
     fragments: torch.Tensor | None = None,
 ) -> Gradients:
-    """All gradients of the operator with the bounded gate.
+    """All gradients of the operator, with either gate.
 
     Args:
         q, k, z: raw inputs `[T, H, K]`, v `[T, H, V]`, last axis contiguous; b `[T, H]`; A_log `[H]` and
@@ -60,7 +60,7 @@ def backward(
     arguments = (
         q, k, v, z, b, A_log, dt_bias, o, d_o, d_v, states, d_states, errors, plan, lower_bound, scale
     )  # fmt: skip
-    if hopper_fits(q, q.shape[-1]):
+    if lower_bound is not None and hopper_fits(q, q.shape[-1]):
         from openk3.ops.kda.kernels.intra_backward_hopper import intra_backward_hopper
 
         inputs = intra_backward_hopper(*arguments)

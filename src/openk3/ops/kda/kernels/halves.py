@@ -38,16 +38,16 @@ def unbounded_log2_decay(u, rate):
 
 
 @triton.jit
-def meets(row, column, LEVEL: tl.constexpr):
+def meets(row, column, level):
     """Whether at this level `row` reads what `column` wrote."""
-    return ((row ^ column) >> LEVEL == 1) & (row > column)
+    return ((row ^ column) >> level == 1) & (row > column)
 
 
 @triton.jit
-def spans(row, column, LEVEL: tl.constexpr):
+def spans(row, column, level):
     """Whether the gate of `column` lies between `row` and the boundary at which its block is joined."""
-    reader = (row >> LEVEL) & 1
-    return ((row ^ column) >> LEVEL == 0) & (reader == (column <= row).to(tl.int32))
+    reader = (row >> level) & 1
+    return ((row ^ column) >> level == 0) & (reader == (column <= row).to(tl.int32))
 
 
 @triton.jit

@@ -125,6 +125,7 @@ def _pairs_backward(
     q, k, v, b, o, d_o, d_v, errors, d_b, pairs, rows, cu_seqlens, first_chunk, chunk_sequence,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_b,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, EPS: tl.constexpr,
+    WIDTHS: tl.constexpr,
 ):  # fmt: skip
     c, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     n = tl.load(chunk_sequence + c)
@@ -168,10 +169,10 @@ def _pairs_backward(
     beta = tl.sigmoid(tl.load(b + (start + i) * stride_b + h, mask=valid, other=0.0).to(tl.float32))
     d_logits = (1.0 - beta) * along_w
     tl.store(d_b + (start + i) * H + h, d_logits.to(d_b.dtype.element_ty), mask=valid)
-    pairs += chunk * (6 * CHUNK * CHUNK) + row * CHUNK + column
+    pairs += chunk * (2 * WIDTHS * CHUNK * CHUNK) + row * CHUNK + column
     apart = row ^ column  # below 2^n: in the same 2^n rows
     # dA and dL inside 64, 32, 16 rows; of the wider two a join uses the part that its factors leave.
-    for level in tl.static_range(3):
+    for level in tl.static_range(WIDTHS):
         inner = (row > column) & (apart < (CHUNK >> level))
         tl.store(pairs + 2 * level * CHUNK * CHUNK, tl.where(inner, D_q, 0.0).to(OPERAND))
         tl.store(pairs + (2 * level + 1) * CHUNK * CHUNK, tl.where(inner, D_k, 0.0).to(OPERAND))
@@ -354,7 +355,7 @@ def intra_backward(
     d_states: torch.Tensor,
     errors: torch.Tensor,
     plan: ChunkPlan,
-    lower_bound: float,
+    lower_bound: float | None,
     scale: float,
     *,
     tiles: IntraTiles = INTRA_TILES,
@@ -378,18 +379,29 @@ def intra_backward(
     slices = K // tiles.BK
     d_A_log = q.new_zeros(plan.chunks, H, slices, dtype=torch.float32)
     d_bias = q.new_zeros(plan.chunks, H, K, dtype=torch.float32)
-    pairs = states.new_empty(plan.chunks, H, 6, CHUNK, CHUNK)
+    # Joining halves takes all pairs and finds those of its levels, where blocks have them stored apart.
+    widths = 1 if lower_bound is None else 3
+    pairs = states.new_empty(plan.chunks, H, 2 * widths, CHUNK, CHUNK)
     rows = q.new_empty(plan.chunks, H, 5, CHUNK, dtype=torch.float32)
     tables = plan.cu_seqlens, plan.first_chunk, plan.chunk_sequence
     _pairs_backward[(plan.chunks, H)](
         q, k, v, b, o, d_o, d_v, errors, d_b, pairs, rows, *tables,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], b.stride(0),
-        H=H, K=K, V=V, CHUNK=CHUNK, EPS=L2_EPS, num_warps=4,
+        H=H, K=K, V=V, CHUNK=CHUNK, EPS=L2_EPS, WIDTHS=widths, num_warps=4,
     )  # fmt: skip
-    _intra_backward[(plan.chunks * slices, H)](
-        q, k, z, b, d_o, d_v, states, d_states, errors, A_log, dt_bias,
-        pairs, rows, _selections(states.dtype, states.device), d_q, d_k, d_z, d_A_log, d_bias, *tables,
-        *q.stride()[:2], *k.stride()[:2], *z.stride()[:2], b.stride(0), scale,
-        H=H, K=K, V=V, BK=tiles.BK, CHUNK=CHUNK, BOUND=lower_bound, num_warps=tiles.num_warps,
-    )  # fmt: skip
+    gradients = d_q, d_k, d_z, d_A_log, d_bias
+    inputs = q, k, z, b, d_o, d_v, states, d_states, errors, A_log, dt_bias, pairs, rows
+    strides = *q.stride()[:2], *k.stride()[:2], *z.stride()[:2], b.stride(0)
+    sizes = {"H": H, "K": K, "V": V, "BK": tiles.BK, "CHUNK": CHUNK, "num_warps": tiles.num_warps}
+    if lower_bound is None:
+        from openk3.ops.kda.kernels.intra_backward_unbounded import intra_backward_unbounded
+
+        intra_backward_unbounded[(plan.chunks * slices, H)](
+            *inputs, *gradients, *tables, *strides, scale, **sizes
+        )
+    else:
+        _intra_backward[(plan.chunks * slices, H)](
+            *inputs, _selections(states.dtype, states.device), *gradients, *tables, *strides, scale,
+            BOUND=lower_bound, **sizes,
+        )  # fmt: skip
     return InputGradients(d_q, d_k, d_z, d_b, d_A_log.sum((0, 2)), d_bias.sum(0))

@@ -62,7 +62,7 @@ def prepare_unbounded(
         reads_k = tl.load(k + first, mask=inside, other=0.0).to(tl.float32) * k_norm
         writes = reads_k * beta[:, None]
         own += tl.sum(reads_q * writes, 1)
-        for level in tl.static_range(LEVELS):
+        for level in range(LEVELS):
             factor = tl.exp2(sums(spans(row, column, level), a, OPERAND))
             joined = meets(row, column, level)
             written = tl.trans((writes * factor).to(OPERAND))
