@@ -19,13 +19,18 @@ and nothing that must cancel.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from openk3.ops.kda.kernels.decode import log_decay
+from openk3.ops.kda.kernels.plan import CHUNK
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEVELS = tl.constexpr(6)  # of a chunk of 64 rows
+TO_END, FROM_START = tl.constexpr(6), tl.constexpr(7)  # in `spans_table`, after the levels
 # 2^LOWEST is 0, and 64 times LOWEST is finite: 0 of `spans` times it stays 0.
 LOWEST = tl.constexpr(-(2.0**14))
 
@@ -39,28 +44,38 @@ def unbounded_log2_decay(u, rate):
 
 @triton.jit
 def meets(row, column, level):
-    """Whether at this level `row` reads what `column` wrote."""
-    return ((row ^ column) >> level == 1) & (row > column)
+    """Whether at this level `row` reads what `column` wrote: blocks side by side, the earlier's number even.
 
-
-@triton.jit
-def spans(row, column, level):
-    """Whether the gate of `column` lies between `row` and the boundary at which its block is joined."""
-    reader = (row >> level) & 1
-    return ((row ^ column) >> level == 0) & (reader == (column <= row).to(tl.int32))
-
-
-@triton.jit
-def sums(which, x, OPERAND: tl.constexpr):
-    """Sums `[R, F]` of the rows of x `[R, F]` that `which` `[R, R]` selects, on tensor cores.
-
-    Two bf16 terms hold 16 bits of x, and sums are fp32.
+    As in `spans`, all but the last step is on single rows and columns, which registers hold.
     """
-    PRECISION: tl.constexpr = "ieee" if OPERAND == tl.float32 else "tf32"
-    which = which.to(OPERAND)
+    earlier = column >> level
+    return row >> level == tl.where(earlier & 1 == 0, earlier + 1, -1)
+
+
+@functools.cache
+def spans_table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`spans` of each level, then of the chunk's end and its start, `[8, 64, 64]` of 0 and 1: by row, whose
+    gates lie between it and the boundary where its block is joined. Loaded rather than computed, since tensor
+    cores take a left operand from memory, where it costs no registers.
+    """
+    row, column = torch.arange(CHUNK, device=device)[:, None], torch.arange(CHUNK, device=device)
+    tables = []
+    for level in range(7):
+        same_block, is_reader = (row ^ column) >> level == 0, (row >> level) % 2 == 1
+        tables.append(same_block & (is_reader == (column <= row)))
+    return torch.stack([*tables, column <= row]).to(dtype)
+
+
+@triton.jit
+def split(x, OPERAND: tl.constexpr):
+    """x as two terms of the operands' type, which hold 16 bits of it in bf16."""
     high = x.to(OPERAND)
+    return high, (x - high.to(tl.float32)).to(OPERAND)
+
+
+@triton.jit
+def sums(which, high, low, OPERAND: tl.constexpr):
+    """Sums `[64, F]`, in fp32, of the rows `[64, F]` that the 0 and 1 of `which` `[64, 64]` select; `split`."""
+    PRECISION: tl.constexpr = "ieee" if OPERAND == tl.float32 else "tf32"
     total = tl.dot(which, high, input_precision=PRECISION)
-    if OPERAND != tl.float32:
-        low = (x - high.to(tl.float32)).to(OPERAND)
-        total = tl.dot(which, low, total, input_precision=PRECISION)
-    return total
+    return tl.dot(which, low, total, input_precision=PRECISION)

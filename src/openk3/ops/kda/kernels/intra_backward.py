@@ -394,10 +394,11 @@ def intra_backward(
     strides = *q.stride()[:2], *k.stride()[:2], *z.stride()[:2], b.stride(0)
     sizes = {"H": H, "K": K, "V": V, "BK": tiles.BK, "CHUNK": CHUNK, "num_warps": tiles.num_warps}
     if lower_bound is None:
+        from openk3.ops.kda.kernels.halves import spans_table
         from openk3.ops.kda.kernels.intra_backward_unbounded import intra_backward_unbounded
 
         intra_backward_unbounded[(plan.chunks * slices, H)](
-            *inputs, *gradients, *tables, *strides, scale, **sizes
+            *inputs, spans_table(states.dtype, states.device), *gradients, *tables, *strides, scale, **sizes
         )
     else:
         _intra_backward[(plan.chunks * slices, H)](

@@ -13,12 +13,21 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from openk3.ops.kda.kernels.decode import head_rate
-from openk3.ops.kda.kernels.halves import LEVELS, LOG2_E, meets, spans, sums, unbounded_log2_decay
+from openk3.ops.kda.kernels.halves import (
+    FROM_START,
+    LEVELS,
+    LOG2_E,
+    TO_END,
+    meets,
+    split,
+    sums,
+    unbounded_log2_decay,
+)
 
 
 @triton.jit
 def intra_backward_unbounded(
-    q, k, z, b, d_o, d_v, states, d_states, errors, A_log, dt_bias, pairs, rows,
+    q, k, z, b, d_o, d_v, states, d_states, errors, A_log, dt_bias, pairs, rows, spans,
     d_q, d_k, d_z, d_A_log, d_bias, cu_seqlens, first_chunk, chunk_sequence,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_zt, stride_zh, stride_b, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
@@ -37,70 +46,85 @@ def intra_backward_unbounded(
     inside = (i < tl.load(cu_seqlens + n + 1) - start)[:, None]
     chunk = c * H + h
     rows += chunk * (5 * CHUNK) + row
-    own, along_q, along_k = tl.load(rows), tl.load(rows + CHUNK), tl.load(rows + 2 * CHUNK)
     q_norm, k_norm = tl.load(rows + 3 * CHUNK), tl.load(rows + 4 * CHUNK)
     beta = tl.load(b + (start + row) * stride_b + h, mask=inside, other=0.0)
     beta = tl.sigmoid(beta.to(tl.float32))
 
-    q += start * stride_qt + h * stride_qh
-    k += start * stride_kt + h * stride_kh
-    z += start * stride_zt + h * stride_zh
-    z_rows = tl.load(z + row * stride_zt + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    q_rows = tl.load(q + row * stride_qt + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    k_rows = tl.load(k + row * stride_kt + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    u = z_rows + tl.load(dt_bias + h * K + d).to(tl.float32)[None, :]
+    q += start * stride_qt + h * stride_qh + row * stride_qt + d[None, :]
+    k += start * stride_kt + h * stride_kh + row * stride_kt + d[None, :]
+    z += start * stride_zt + h * stride_zh + row * stride_zt + d[None, :]
+    bias = tl.load(dt_bias + h * K + d).to(tl.float32)[None, :]
     rate = head_rate(A_log, h)
+    u = tl.load(z, mask=inside, other=0.0).to(tl.float32) + bias
     a = tl.where(inside, unbounded_log2_decay(u, rate), 0.0)
-    reads_q = q_rows * q_norm * scale
-    reads_k = k_rows * k_norm
-    writes = reads_k * beta
+    high, low = split(a, OPERAND)
+    read_q = tl.load(q, mask=inside, other=0.0).to(tl.float32) * (q_norm * scale)
+    read_k = tl.load(k, mask=inside, other=0.0).to(tl.float32) * k_norm
+
+    square = row * CHUNK + column
+    spans += square
+    pairs += chunk * (2 * CHUNK * CHUNK) + square
 
     # Through the states: reads from the chunk's start, writes to its end, and the decay over all of it.
     values = (start * H + h) * V + row * (H * V) + e[None, :]
     tile = chunk * V * K + e[:, None] * K + d[None, :]
     S, dS = tl.load(states + tile), tl.load(d_states + tile)
+    through = tl.exp2(tl.sum(a, 0)) * tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
     dO = tl.load(d_o + values, mask=inside, other=0.0)
     D = tl.load(d_v + values, mask=inside, other=0.0)
     E = tl.load(errors + chunk * CHUNK * V + row * V + e[None, :])
-    factor = tl.exp2(sums(row >= column, a, OPERAND))
-    d_reads_q = factor * tl.dot(dO, S, input_precision=PRECISION)
-    d_reads_k = -factor * tl.dot(D, S, input_precision=PRECISION)
-    d_g = sums(row <= column, reads_q * d_reads_q + reads_k * d_reads_k, OPERAND)
-    factor = tl.exp2(sums(spans(row, column, LEVELS), a, OPERAND))
-    d_writes = factor * tl.dot(E, dS, input_precision=PRECISION)
-    d_g += sums(spans(column, row, LEVELS), writes * d_writes, OPERAND)
-    d_g += (tl.exp2(tl.sum(a, 0)) * tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0))[None, :]
+    between = tl.load(spans + FROM_START * CHUNK * CHUNK)
+    factor = tl.exp2(sums(between, high, low, OPERAND))
+    d_read_q = factor * tl.dot(dO, S, input_precision=PRECISION)
+    d_key = -factor * tl.dot(D, S, input_precision=PRECISION)
+    d_high, d_low = split(read_q * d_read_q + read_k * d_key, OPERAND)
+    d_g = through[None, :] + sums(tl.trans(between), d_high, d_low, OPERAND)
+    between = tl.load(spans + TO_END * CHUNK * CHUNK)
+    factor = beta * tl.exp2(sums(between, high, low, OPERAND))
+    d_written = factor * tl.dot(E, dS, input_precision=PRECISION)
+    d_high, d_low = split(read_k * d_written, OPERAND)
+    d_g += sums(tl.trans(between), d_high, d_low, OPERAND)
+    d_key += d_written
 
     # Through the pairs.
-    pairs += chunk * (2 * CHUNK * CHUNK) + row * CHUNK + column
     for level in range(LEVELS):
-        factor = tl.exp2(sums(spans(row, column, level), a, OPERAND))
-        from_q, from_k = (reads_q * factor).to(OPERAND), (reads_k * factor).to(OPERAND)
-        to_w = (writes * factor).to(OPERAND)
+        tl.debug_barrier()  # else all pairs would be loaded before the loop, and held
+        between = tl.load(spans + level * CHUNK * CHUNK)
+        factor = tl.exp2(sums(between, high, low, OPERAND))
+        from_q, from_k = (read_q * factor).to(OPERAND), (read_k * factor).to(OPERAND)
+        to_w = (read_k * factor * beta).to(OPERAND)
         joined = meets(row, column, level)
         D_q = tl.where(joined, tl.load(pairs), 0.0)
         D_k = tl.where(joined, tl.load(pairs + CHUNK * CHUNK), 0.0)
-        d_q_row = tl.dot(D_q, to_w, input_precision=PRECISION)
-        d_k_row = tl.dot(D_k, to_w, input_precision=PRECISION)
-        d_w_row = tl.dot(tl.trans(D_q), from_q, input_precision=PRECISION)
-        d_w_row = tl.dot(tl.trans(D_k), from_k, d_w_row, input_precision=PRECISION)
-        d_e = from_q.to(tl.float32) * d_q_row + from_k.to(tl.float32) * d_k_row
-        d_e += to_w.to(tl.float32) * d_w_row
-        d_g += sums(spans(column, row, level), d_e, OPERAND)
-        d_reads_q += factor * d_q_row
-        d_reads_k += factor * d_k_row
-        d_writes += factor * d_w_row
+        d_from_q = tl.dot(D_q, to_w, input_precision=PRECISION)
+        d_from_k = tl.dot(D_k, to_w, input_precision=PRECISION)
+        d_to_w = tl.dot(tl.trans(D_q), from_q, input_precision=PRECISION)
+        d_to_w = tl.dot(tl.trans(D_k), from_k, d_to_w, input_precision=PRECISION)
+        d_e = from_q.to(tl.float32) * d_from_q + from_k.to(tl.float32) * d_from_k
+        d_e += to_w.to(tl.float32) * d_to_w
+        d_high, d_low = split(d_e, OPERAND)
+        d_g += sums(tl.trans(between), d_high, d_low, OPERAND)
+        d_read_q += factor * d_from_q
+        d_key += factor * (d_from_k + beta * d_to_w)
 
-    # A row's own pair, beta, and the norms.
+    # A row's own pair, and the norms. The barrier parts these loads from the first ones: what is read again
+    # from the cache need not stay in registers.
+    tl.debug_barrier()
+    own, along_q, along_k = tl.load(rows), tl.load(rows + CHUNK), tl.load(rows + 2 * CHUNK)
+    unit_q = tl.load(q, mask=inside, other=0.0).to(tl.float32) * q_norm
+    unit_k = tl.load(k, mask=inside, other=0.0).to(tl.float32) * k_norm
+    own *= scale
     at = (start * H + h) * K + row * (H * K) + d[None, :]
-    d_rows = q_norm * (scale * (d_reads_q + own * writes) - along_q * (q_rows * q_norm))
+    d_rows = q_norm * (scale * d_read_q + own * beta * unit_k - along_q * unit_q)
     tl.store(d_q + at, d_rows.to(d_q.dtype.element_ty), mask=inside)
-    d_rows = k_norm * (d_reads_k + beta * (d_writes + own * reads_q) - along_k * reads_k)
+    d_rows = k_norm * (d_key + own * beta * unit_q - along_k * unit_k)
     tl.store(d_k + at, d_rows.to(d_k.dtype.element_ty), mask=inside)
 
     # The gate: g = -rate softplus(u) has dg/dA_log = g and dg/du = -rate sigmoid(u).
+    u = tl.load(z, mask=inside, other=0.0).to(tl.float32) + bias
     d_g = tl.where(inside, d_g, 0.0)
-    tl.store(d_A_log + chunk * SLICES + part, tl.sum(tl.sum(a * d_g, 1), 0) / LOG2_E)
+    g = unbounded_log2_decay(u, rate) / LOG2_E
+    tl.store(d_A_log + chunk * SLICES + part, tl.sum(tl.sum(g * d_g, 1), 0))
     d_u = -tl.sigmoid(u) * d_g * rate
     tl.store(d_bias + chunk * K + d, tl.sum(d_u, 0))
     tl.store(d_z + at, d_u.to(d_z.dtype.element_ty), mask=inside)

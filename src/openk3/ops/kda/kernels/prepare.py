@@ -200,10 +200,11 @@ def prepare(
     if hopper is None:
         hopper = hopper_fits(q, K)
     if lower_bound is None:
+        from openk3.ops.kda.kernels.halves import spans_table
         from openk3.ops.kda.kernels.prepare_unbounded import prepare_unbounded
 
         prepare_unbounded[(plan.chunks, H)](
-            *inputs, *outputs, *strides, scale, H=H, K=K, BK=32, EPS=L2_EPS, **types,
+            *inputs, spans_table(q.dtype, q.device), *outputs, *strides, scale, H=H, K=K, BK=32, EPS=L2_EPS, **types,
             CHUNK=CHUNK, num_warps=4, num_stages=1,
         )  # fmt: skip
     elif hopper:

@@ -10,7 +10,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from openk3.ops.kda.kernels.decode import head_rate
-from openk3.ops.kda.kernels.halves import LEVELS, meets, spans, sums, unbounded_log2_decay
+from openk3.ops.kda.kernels.halves import FROM_START, LEVELS, TO_END, meets, split, sums, unbounded_log2_decay
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _squares(x, inside, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def prepare_unbounded(
-    q, k, z, b, A_log, dt_bias, cu_seqlens, first_chunk, chunk_sequence,
+    q, k, z, b, A_log, dt_bias, cu_seqlens, first_chunk, chunk_sequence, spans,
     qd, kd, ke, inverse, attention, decay,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_zt, stride_zh, stride_b, scale,
     H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, EPS: tl.constexpr,
@@ -49,6 +49,8 @@ def prepare_unbounded(
     q_norm = (tl.rsqrt(_squares(q, inside, K, BK) + EPS) * scale)[:, None]
     k_norm = tl.rsqrt(_squares(k, inside, K, BK) + EPS)[:, None]
     chunk = c * H + h
+    square = row * CHUNK + column
+    spans += square
     rows = chunk * CHUNK * K + row * K + d[None, :]
 
     A = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -58,26 +60,27 @@ def prepare_unbounded(
         bias = tl.load(dt_bias + h * K + first + d).to(tl.float32)[None, :]
         u = tl.load(z + first, mask=inside, other=0.0).to(tl.float32) + bias
         a = tl.where(inside, unbounded_log2_decay(u, rate), 0.0)
+        high, low = split(a, OPERAND)
         reads_q = tl.load(q + first, mask=inside, other=0.0).to(tl.float32) * q_norm
         reads_k = tl.load(k + first, mask=inside, other=0.0).to(tl.float32) * k_norm
         writes = reads_k * beta[:, None]
         own += tl.sum(reads_q * writes, 1)
         for level in range(LEVELS):
-            factor = tl.exp2(sums(spans(row, column, level), a, OPERAND))
+            factor = tl.exp2(sums(tl.load(spans + level * CHUNK * CHUNK), high, low, OPERAND))
             joined = meets(row, column, level)
             written = tl.trans((writes * factor).to(OPERAND))
             pairs = tl.dot((reads_q * factor).to(OPERAND), written, input_precision=PRECISION)
             A += tl.where(joined, pairs, 0.0)
             pairs = tl.dot((reads_k * factor).to(OPERAND), written, input_precision=PRECISION)
             L += tl.where(joined, pairs, 0.0)
-        factor = tl.exp2(sums(row >= column, a, OPERAND))
+        factor = tl.exp2(sums(tl.load(spans + FROM_START * CHUNK * CHUNK), high, low, OPERAND))
         tl.store(qd + rows + first, (reads_q * factor).to(OPERAND))
         tl.store(kd + rows + first, (reads_k * factor).to(OPERAND))
-        factor = tl.exp2(sums(spans(row, column, LEVELS), a, OPERAND))
+        factor = tl.exp2(sums(tl.load(spans + TO_END * CHUNK * CHUNK), high, low, OPERAND))
         tl.store(ke + rows + first, (writes * factor).to(OPERAND))
         tl.store(decay + chunk * K + first + d, tl.exp2(tl.sum(a, 0)))
 
-    square = chunk * CHUNK * CHUNK + row * CHUNK + column
+    square += chunk * CHUNK * CHUNK
     tl.store(attention + square, tl.where(row == column, own[:, None], A).to(OPERAND))
     # (I + L)^-1, as in `prepare`.
     P: tl.constexpr = "ieee" if PRODUCT == tl.float32 else "tf32"
