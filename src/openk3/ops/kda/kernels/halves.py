@@ -10,10 +10,12 @@ with a <= 0 the log2 decays. Every pair of different rows has one level, where o
 reader, and one in the earlier, the writer; so at each level each row has one exponent, e = spans a with spans
 the 0 and 1 of who lies between a row and the boundary. No factor exceeds 1, none is a quotient, and e is a sum
 of just the gates that it spans: no digits are lost to gates elsewhere, and a later row's gate is never read.
-Level 6 would join the chunk with the next: there all its rows are writers, spans runs to the chunk's end.
 
-Backwards the gradient to a is the transpose of the same sums, of the gradients to e. It adds what spans a row
-and nothing that must cancel.
+Level 6 would join the chunk with the next: there all its rows are writers, with e to the chunk's end. For the
+state that enters, all are readers, with e from its start.
+
+Backwards the gradients to e go to a through the transposes of the same sums. A gate gets what spans it, and
+nothing is added that must cancel; so here one bf16 term will do where a, whose sums are exponents, has two.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -74,8 +76,8 @@ def split(x, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def sums(which, high, low, OPERAND: tl.constexpr):
-    """Sums `[64, F]`, in fp32, of the rows `[64, F]` that the 0 and 1 of `which` `[64, 64]` select; `split`."""
+def decays(between, high, low, OPERAND: tl.constexpr):
+    """2^e `[64, F]` in fp32: e sums the rows of log2 decays `[64, F]`, `split`, that `between` selects."""
     PRECISION: tl.constexpr = "ieee" if OPERAND == tl.float32 else "tf32"
-    total = tl.dot(which, high, input_precision=PRECISION)
-    return tl.dot(which, low, total, input_precision=PRECISION)
+    e = tl.dot(between, high, input_precision=PRECISION)
+    return tl.exp2(tl.dot(between, low, e, input_precision=PRECISION))

@@ -18,9 +18,9 @@ from openk3.ops.kda.kernels.halves import (
     LEVELS,
     LOG2_E,
     TO_END,
+    decays,
     meets,
     split,
-    sums,
     unbounded_log2_decay,
 )
 
@@ -74,23 +74,23 @@ def intra_backward_unbounded(
     D = tl.load(d_v + values, mask=inside, other=0.0)
     E = tl.load(errors + chunk * CHUNK * V + row * V + e[None, :])
     between = tl.load(spans + FROM_START * CHUNK * CHUNK)
-    factor = tl.exp2(sums(between, high, low, OPERAND))
+    factor = decays(between, high, low, OPERAND)
     d_read_q = factor * tl.dot(dO, S, input_precision=PRECISION)
     d_key = -factor * tl.dot(D, S, input_precision=PRECISION)
-    d_high, d_low = split(read_q * d_read_q + read_k * d_key, OPERAND)
-    d_g = through[None, :] + sums(tl.trans(between), d_high, d_low, OPERAND)
+    d_e = read_q * d_read_q + read_k * d_key
+    d_g = tl.dot(tl.trans(between), d_e.to(OPERAND), input_precision=PRECISION) + through[None, :]
     between = tl.load(spans + TO_END * CHUNK * CHUNK)
-    factor = beta * tl.exp2(sums(between, high, low, OPERAND))
+    factor = beta * decays(between, high, low, OPERAND)
     d_written = factor * tl.dot(E, dS, input_precision=PRECISION)
-    d_high, d_low = split(read_k * d_written, OPERAND)
-    d_g += sums(tl.trans(between), d_high, d_low, OPERAND)
+    d_e = read_k * d_written
+    d_g = tl.dot(tl.trans(between), d_e.to(OPERAND), d_g, input_precision=PRECISION)
     d_key += d_written
 
     # Through the pairs.
     for level in range(LEVELS):
         tl.debug_barrier()  # else all pairs would be loaded before the loop, and held
         between = tl.load(spans + level * CHUNK * CHUNK)
-        factor = tl.exp2(sums(between, high, low, OPERAND))
+        factor = decays(between, high, low, OPERAND)
         from_q, from_k = (read_q * factor).to(OPERAND), (read_k * factor).to(OPERAND)
         to_w = (read_k * factor * beta).to(OPERAND)
         joined = meets(row, column, level)
@@ -102,8 +102,7 @@ def intra_backward_unbounded(
         d_to_w = tl.dot(tl.trans(D_k), from_k, d_to_w, input_precision=PRECISION)
         d_e = from_q.to(tl.float32) * d_from_q + from_k.to(tl.float32) * d_from_k
         d_e += to_w.to(tl.float32) * d_to_w
-        d_high, d_low = split(d_e, OPERAND)
-        d_g += sums(tl.trans(between), d_high, d_low, OPERAND)
+        d_g = tl.dot(tl.trans(between), d_e.to(OPERAND), d_g, input_precision=PRECISION)
         d_read_q += factor * d_from_q
         d_key += factor * (d_from_k + beta * d_to_w)
 

@@ -10,7 +10,15 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from openk3.ops.kda.kernels.decode import head_rate
-from openk3.ops.kda.kernels.halves import FROM_START, LEVELS, TO_END, meets, split, sums, unbounded_log2_decay
+from openk3.ops.kda.kernels.halves import (
+    FROM_START,
+    LEVELS,
+    TO_END,
+    decays,
+    meets,
+    split,
+    unbounded_log2_decay,
+)
 
 
 @triton.jit
@@ -66,17 +74,17 @@ def prepare_unbounded(
         writes = reads_k * beta[:, None]
         own += tl.sum(reads_q * writes, 1)
         for level in range(LEVELS):
-            factor = tl.exp2(sums(tl.load(spans + level * CHUNK * CHUNK), high, low, OPERAND))
+            factor = decays(tl.load(spans + level * CHUNK * CHUNK), high, low, OPERAND)
             joined = meets(row, column, level)
             written = tl.trans((writes * factor).to(OPERAND))
             pairs = tl.dot((reads_q * factor).to(OPERAND), written, input_precision=PRECISION)
             A += tl.where(joined, pairs, 0.0)
             pairs = tl.dot((reads_k * factor).to(OPERAND), written, input_precision=PRECISION)
             L += tl.where(joined, pairs, 0.0)
-        factor = tl.exp2(sums(tl.load(spans + FROM_START * CHUNK * CHUNK), high, low, OPERAND))
+        factor = decays(tl.load(spans + FROM_START * CHUNK * CHUNK), high, low, OPERAND)
         tl.store(qd + rows + first, (reads_q * factor).to(OPERAND))
         tl.store(kd + rows + first, (reads_k * factor).to(OPERAND))
-        factor = tl.exp2(sums(tl.load(spans + TO_END * CHUNK * CHUNK), high, low, OPERAND))
+        factor = decays(tl.load(spans + TO_END * CHUNK * CHUNK), high, low, OPERAND)
         tl.store(ke + rows + first, (writes * factor).to(OPERAND))
         tl.store(decay + chunk * K + first + d, tl.exp2(tl.sum(a, 0)))
 
