@@ -30,8 +30,9 @@ class ThroughKernels(LocalContext):
         )  # fmt: skip
 
 
-def test_the_layer_gives_the_same_outputs_states_and_gradients_through_kernels_as_through_eager():
-    config = changed(kda__num_heads=1, kda__head_dim=64)
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+def test_the_layer_gives_the_same_outputs_states_and_gradients_through_kernels_as_through_eager(gate):
+    config = changed(kda__num_heads=1, kda__head_dim=64, kda__gate=gate)
     _, cu = packed([67, 0, 2], config.vocab_size)
     x = torch.randn(69, config.hidden_size, generator=torch.Generator().manual_seed(1))
     found, context = [], ThroughKernels()

@@ -33,6 +33,7 @@ KERNELS = (
         takes="K = V in {64, 128}, the bounded gate, bf16 or fp32; gradients: K = 128, bf16",
         checked_on="H200 (sm_90)",
     ),
+    Kernel("gated_kda", takes="the same without a bound (Kimi Linear)", checked_on="none yet"),
     Kernel("kda_decode", takes="K = V in {64, 128}, 4 taps, either gate", checked_on="H200 (sm_90)"),
     Kernel("kda_verify", takes="as kda_decode, windows of 1 to 8 tokens", checked_on="H200 (sm_90)"),
 )

@@ -57,13 +57,11 @@ def backward(
     d_v, d_states, d_initial_state = scan_backward(
         d_o, prepared, plan, d_final_state, pieces=pieces, fragments=fragments
     )
-    arguments = (
-        q, k, v, z, b, A_log, dt_bias, o, d_o, d_v, states, d_states, errors, plan, lower_bound, scale
-    )  # fmt: skip
+    tensors = q, k, v, z, b, A_log, dt_bias, o, d_o, d_v, states, d_states, errors
     if lower_bound is not None and hopper_fits(q, q.shape[-1]):
         from openk3.ops.kda.kernels.intra_backward_hopper import intra_backward_hopper
 
-        inputs = intra_backward_hopper(*arguments)
+        inputs = intra_backward_hopper(*tensors, plan, lower_bound, scale)
     else:
-        inputs = intra_backward(*arguments)
+        inputs = intra_backward(*tensors, plan, lower_bound, scale)
     return Gradients(inputs, d_v, d_initial_state)

@@ -4,12 +4,13 @@ At level l rows fall into blocks of n = 2^l, two of which join. The pair of a ro
 row j of the earlier meets at the boundary between them:
 
     read_i . write_j 2^(sum of a over j+1 .. i) = (read_i 2^e_i) . (write_j 2^e_j)
-    e_i = sum of a from the later block's first row through i        e_j = from j + 1 through the earlier's last
+    e_i = sum of a from the later block's first row through i      e_j = from j + 1 through the earlier's last
 
 with a <= 0 the log2 decays. Every pair of different rows has one level, where one is in the later block, the
-reader, and one in the earlier, the writer; so at each level each row has one exponent, e = spans a with spans
-the 0 and 1 of who lies between a row and the boundary. No factor exceeds 1, none is a quotient, and e is a sum
-of just the gates that it spans: no digits are lost to gates elsewhere, and a later row's gate is never read.
+reader, and one in the earlier, the writer; so at each level each row has one exponent, e = spans a with
+`spans` the 0 and 1 of who lies between a row and the boundary. No factor exceeds 1, none is a quotient, and e
+is a sum of just the gates that it spans: no digits are lost to gates elsewhere, and a later row's gate is
+never read.
 
 Level 6 would join the chunk with the next: there all its rows are writers, with e to the chunk's end. For the
 state that enters, all are readers, with e from its start.

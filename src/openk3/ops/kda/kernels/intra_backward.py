@@ -33,8 +33,8 @@ in each join, and those sums. `_intra_backward` does the rest, a program a chunk
 take a loaded left operand from shared memory, where it costs no registers, but one that a program computes
 from registers; hence pairs go through memory.
 
-Knows the bounded gate only: without a bound, 16 rows may span any range, and pairs inside a block would go on
-joining halves down to single rows, as between blocks.
+That is for the bounded gate. Without a bound 16 rows may span any range, and `intra_backward_unbounded`, in
+the second kernel's place, goes on joining halves down to single rows.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"

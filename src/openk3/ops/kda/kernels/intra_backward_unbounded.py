@@ -1,4 +1,4 @@
-"""The second kernel of `intra_backward` for the gate without a bound: pairs by joining halves, as in `halves`.
+"""The second kernel of `intra_backward` for the gate without a bound: pairs by joining halves; see `halves`.
 
 A program a chunk and slice of K. At each level a row's operand is x 2^e, with x its read or its write and e
 the log2 decays from the row to the boundary; the gradient to e, in units of log 2, is the operand times its

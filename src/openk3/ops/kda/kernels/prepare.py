@@ -10,7 +10,8 @@ w_j = beta_j k_j (report §2.1.1 eq. 3-5):
 Pairs are formed by dense products on tiles of 32 rows. With the gate bounded by -5, G spans at most 231 in a
 tile, so 2^(G + 115) and 2^(-G - 115) stay within bf16's exponents, and their products are exact in scale.
 Between the two tiles, the later's rows count from its start, the earlier's to its end: no factor exceeds 1.
-No row reads a later row's gate, so that results are bitwise causal.
+No row reads a later row's gate, so that results are bitwise causal. Without a bound no shift is safe:
+`prepare_unbounded` joins halves instead.
 
 X is made by joining diagonal blocks of h = 1, 2, 4, ... rows: X <- X - X L_h X with L_h the blocks of L below
 the diagonal that this level joins. That is forward substitution by blocks: no entry ever exceeds 1.
@@ -204,8 +205,8 @@ def prepare(
         from openk3.ops.kda.kernels.prepare_unbounded import prepare_unbounded
 
         prepare_unbounded[(plan.chunks, H)](
-            *inputs, spans_table(q.dtype, q.device), *outputs, *strides, scale, H=H, K=K, BK=32, EPS=L2_EPS, **types,
-            CHUNK=CHUNK, num_warps=4, num_stages=1,
+            *inputs, spans_table(q.dtype, q.device), *outputs, *strides, scale,
+            H=H, K=K, BK=32, EPS=L2_EPS, **types, CHUNK=CHUNK, num_warps=4, num_stages=1,
         )  # fmt: skip
     elif hopper:
         from openk3.ops.kda.kernels.prepare_hopper import prepare_hopper
