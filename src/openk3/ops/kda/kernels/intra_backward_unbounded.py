@@ -15,6 +15,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from openk3.ops.kda.kernels.decode import head_rate
 from openk3.ops.kda.kernels.halves import (
     FROM_START,
+    FULL,
     LEVELS,
     LOG2_E,
     TO_END,
@@ -39,7 +40,6 @@ def intra_backward_unbounded(
     if n < 0:
         return
     OPERAND: tl.constexpr = states.dtype.element_ty
-    PRECISION: tl.constexpr = "ieee" if OPERAND == tl.float32 else "tf32"
     i, d, e = tl.arange(0, CHUNK), part * BK + tl.arange(0, BK), tl.arange(0, V)
     row, column = i[:, None], i[None, :]
     start = (tl.load(cu_seqlens + n) + (c - tl.load(first_chunk + n)) * CHUNK).to(tl.int64)
@@ -75,15 +75,15 @@ def intra_backward_unbounded(
     E = tl.load(errors + chunk * CHUNK * V + row * V + e[None, :])
     between = tl.load(spans + FROM_START * CHUNK * CHUNK)
     factor = decays(between, high, low, OPERAND)
-    d_read_q = factor * tl.dot(dO, S, input_precision=PRECISION)
-    d_key = -factor * tl.dot(D, S, input_precision=PRECISION)
+    d_read_q = factor * tl.dot(dO, S, input_precision=FULL)
+    d_key = -factor * tl.dot(D, S, input_precision=FULL)
     d_e = read_q * d_read_q + read_k * d_key
-    d_g = tl.dot(tl.trans(between), d_e.to(OPERAND), input_precision=PRECISION) + through[None, :]
+    d_g = tl.dot(tl.trans(between), d_e.to(OPERAND), input_precision=FULL) + through[None, :]
     between = tl.load(spans + TO_END * CHUNK * CHUNK)
     factor = beta * decays(between, high, low, OPERAND)
-    d_written = factor * tl.dot(E, dS, input_precision=PRECISION)
+    d_written = factor * tl.dot(E, dS, input_precision=FULL)
     d_e = read_k * d_written
-    d_g = tl.dot(tl.trans(between), d_e.to(OPERAND), d_g, input_precision=PRECISION)
+    d_g = tl.dot(tl.trans(between), d_e.to(OPERAND), d_g, input_precision=FULL)
     d_key += d_written
 
     # Through the pairs.
@@ -96,13 +96,13 @@ def intra_backward_unbounded(
         joined = meets(row, column, level)
         D_q = tl.where(joined, tl.load(pairs), 0.0)
         D_k = tl.where(joined, tl.load(pairs + CHUNK * CHUNK), 0.0)
-        d_from_q = tl.dot(D_q, to_w, input_precision=PRECISION)
-        d_from_k = tl.dot(D_k, to_w, input_precision=PRECISION)
-        d_to_w = tl.dot(tl.trans(D_q), from_q, input_precision=PRECISION)
-        d_to_w = tl.dot(tl.trans(D_k), from_k, d_to_w, input_precision=PRECISION)
+        d_from_q = tl.dot(D_q, to_w, input_precision=FULL)
+        d_from_k = tl.dot(D_k, to_w, input_precision=FULL)
+        d_to_w = tl.dot(tl.trans(D_q), from_q, input_precision=FULL)
+        d_to_w = tl.dot(tl.trans(D_k), from_k, d_to_w, input_precision=FULL)
         d_e = from_q.to(tl.float32) * d_from_q + from_k.to(tl.float32) * d_from_k
         d_e += to_w.to(tl.float32) * d_to_w
-        d_g = tl.dot(tl.trans(between), d_e.to(OPERAND), d_g, input_precision=PRECISION)
+        d_g = tl.dot(tl.trans(between), d_e.to(OPERAND), d_g, input_precision=FULL)
         d_read_q += factor * d_from_q
         d_key += factor * (d_from_k + beta * d_to_w)
 
@@ -122,8 +122,8 @@ def intra_backward_unbounded(
     # The gate: g = -rate softplus(u) has dg/dA_log = g and dg/du = -rate sigmoid(u).
     u = tl.load(z, mask=inside, other=0.0).to(tl.float32) + bias
     d_g = tl.where(inside, d_g, 0.0)
-    g = unbounded_log2_decay(u, rate) / LOG2_E
-    tl.store(d_A_log + chunk * SLICES + part, tl.sum(tl.sum(g * d_g, 1), 0))
+    a = unbounded_log2_decay(u, rate)
+    tl.store(d_A_log + chunk * SLICES + part, tl.sum(tl.sum(a * d_g, 1), 0) / LOG2_E)
     d_u = -tl.sigmoid(u) * d_g * rate
     tl.store(d_bias + chunk * K + d, tl.sum(d_u, 0))
     tl.store(d_z + at, d_u.to(d_z.dtype.element_ty), mask=inside)

@@ -12,6 +12,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from openk3.ops.kda.kernels.decode import head_rate
 from openk3.ops.kda.kernels.halves import (
     FROM_START,
+    FULL,
     LEVELS,
     TO_END,
     decays,
@@ -43,7 +44,6 @@ def prepare_unbounded(
     n = tl.load(chunk_sequence + c)
     if n < 0:
         return
-    PRECISION: tl.constexpr = "ieee" if OPERAND == tl.float32 else "tf32"
     i, d = tl.arange(0, CHUNK), tl.arange(0, BK)
     row, column = i[:, None], i[None, :]
     start = (tl.load(cu_seqlens + n) + (c - tl.load(first_chunk + n)) * CHUNK).to(tl.int64)
@@ -77,9 +77,9 @@ def prepare_unbounded(
             factor = decays(tl.load(spans + level * CHUNK * CHUNK), high, low, OPERAND)
             joined = meets(row, column, level)
             written = tl.trans((writes * factor).to(OPERAND))
-            pairs = tl.dot((reads_q * factor).to(OPERAND), written, input_precision=PRECISION)
+            pairs = tl.dot((reads_q * factor).to(OPERAND), written, input_precision=FULL)
             A += tl.where(joined, pairs, 0.0)
-            pairs = tl.dot((reads_k * factor).to(OPERAND), written, input_precision=PRECISION)
+            pairs = tl.dot((reads_k * factor).to(OPERAND), written, input_precision=FULL)
             L += tl.where(joined, pairs, 0.0)
         factor = decays(tl.load(spans + FROM_START * CHUNK * CHUNK), high, low, OPERAND)
         tl.store(qd + rows + first, (reads_q * factor).to(OPERAND))
@@ -91,10 +91,9 @@ def prepare_unbounded(
     square += chunk * CHUNK * CHUNK
     tl.store(attention + square, tl.where(row == column, own[:, None], A).to(OPERAND))
     # (I + L)^-1, as in `prepare`.
-    P: tl.constexpr = "ieee" if PRODUCT == tl.float32 else "tf32"
     X = tl.where(row == column, 1.0, tl.where(meets(row, column, 0), -L, 0.0))
     for level in tl.static_range(1, LEVELS):
         below = tl.where(meets(row, column, level), L, 0.0).to(PRODUCT)
         before = X.to(PRODUCT)
-        X -= tl.dot(tl.dot(before, below, input_precision=P).to(PRODUCT), before, input_precision=P)
+        X -= tl.dot(tl.dot(before, below, input_precision=FULL).to(PRODUCT), before, input_precision=FULL)
     tl.store(inverse + square, X.to(OPERAND))
