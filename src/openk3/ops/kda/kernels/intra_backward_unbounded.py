@@ -1,9 +1,10 @@
 """The second kernel of `intra_backward` for the gate without a bound: pairs by joining halves; see `halves`.
 
 A program a chunk and slice of K. At each level a row's operand is x 2^e, with x its read or its write and e
-the log2 decays from the row to the boundary; the gradient to e, in units of log 2, is the operand times its
-own gradient. A row is a reader or a writer, so one product with the transpose of `spans` takes both to the
-gates between. What the states bring is two more such levels: from the chunk's start, and to its end.
+the log2 decays from the row to the boundary. The gradient to ln 2^e, a natural log as g is, is the operand
+times its own gradient, or x times what the level adds to the gradient of x. A row is a reader or a writer, so
+one product with the transpose of `spans` takes both to the gates between. What the states bring is two more
+such levels: from the chunk's start, and to its end.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -100,11 +101,12 @@ def intra_backward_unbounded(
         d_from_k = tl.dot(D_k, to_w, input_precision=FULL)
         d_to_w = tl.dot(tl.trans(D_q), from_q, input_precision=FULL)
         d_to_w = tl.dot(tl.trans(D_k), from_k, d_to_w, input_precision=FULL)
-        d_e = from_q.to(tl.float32) * d_from_q + from_k.to(tl.float32) * d_from_k
-        d_e += to_w.to(tl.float32) * d_to_w
+        d_from_q = factor * d_from_q
+        d_from_k = factor * (d_from_k + beta * d_to_w)
+        d_e = read_q * d_from_q + read_k * d_from_k
         d_g = tl.dot(tl.trans(between), d_e.to(OPERAND), d_g, input_precision=FULL)
-        d_read_q += factor * d_from_q
-        d_key += factor * (d_from_k + beta * d_to_w)
+        d_read_q += d_from_q
+        d_key += d_from_k
 
     # A row's own pair, and the norms. The barrier parts these loads from the first ones: what is read again
     # from the cache need not stay in registers.
