@@ -3,8 +3,8 @@
     PYTHONPATH=src python bench/kda_fuzz.py h200 [--cases 10000] [--seed 0] [--jobs 4] [--budget SECONDS]
 
 Each case is packed sequences of awkward lengths with inputs of random magnitudes, in bf16 with fp32 gate
-parameters and states. Outputs and final states must be finite and close; every eighth case asks the same of
-all gradients.
+parameters and states; in every fourth or so the gate has no bound. Outputs and final states must be finite
+and close; every eighth case asks the same of all gradients.
 
 Close: the error is at most a hundredth plus SLACK times what the exact results change when what enters
 products in bf16 (q, k, v, the state, and the gradients given to a backward) is rounded at random, the larger
@@ -62,6 +62,7 @@ def _case(rng: random.Random, seed: int) -> tuple[dict[str, Tensor], dict[str, A
         "lengths": lengths, "H": H, "K": K, "gate": rng.uniform(-12, 12), "write": rng.uniform(-8, 8),
         "A_log": rng.uniform(-2, 3), "q": magnitude(), "k": magnitude(), "v": magnitude(),
         "equal_keys": rng.random() < 0.1, "state": rng.choice([None, magnitude()]),
+        "lower_bound": rng.choice([-5.0, -5.0, -5.0, None]),
     }  # fmt: skip
     inputs = {
         "q": draw(T, H, K, scale=traits["q"]),
@@ -81,12 +82,15 @@ def _case(rng: random.Random, seed: int) -> tuple[dict[str, Tensor], dict[str, A
 
 
 def _results(
-    inputs: dict[str, Tensor], implementation: str | None, seeds: tuple[Tensor, Tensor] | None
+    inputs: dict[str, Tensor],
+    lower_bound: float | None,
+    implementation: str | None,
+    seeds: tuple[Tensor, Tensor] | None,
 ) -> list[Tensor]:
     """Output, final states and, given gradients to both, those of all inputs."""
     own = {n: x.clone() for n, x in inputs.items()}
     leaves = [own[n].requires_grad_(seeds is not None) for n in NAMES if n in own]
-    o, state = gated_kda(**own, implementation=implementation)  # type: ignore[call-overload]
+    o, state = gated_kda(**own, lower_bound=lower_bound, implementation=implementation)  # type: ignore[call-overload]
     if seeds is None:
         return [o, state]
     grads = torch.autograd.grad(
@@ -104,22 +108,27 @@ def _rounded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: _round(x) if n in ("q", "k", "v", "initial_state") else x for n, x in inputs.items()}
 
 
-def _compare(inputs: dict[str, Tensor], gradients: bool) -> list[tuple[str, float, float]]:
+def _compare(
+    inputs: dict[str, Tensor], bound: float | None, gradients: bool
+) -> list[tuple[str, float, float]]:
     """For each result its relative error, and the error over what it may be, infinite if not finite."""
     seeds: tuple[Tensor, Tensor] | None = None
     exact = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
-    expected = _results(exact, "eager", None)
+    expected = _results(exact, bound, "eager", None)
     if gradients:
         # Gradients of the two outputs in the size that each output has.
         d_o, d_state = (torch.randn_like(x) * (x.std(correction=0) + 1e-30) for x in expected)
         seeds = d_o.bfloat16().double(), d_state.float().double()
-        expected = _results(exact, "eager", seeds)
+        expected = _results(exact, bound, "eager", seeds)
     nearby = [
-        _results(_rounded(exact), "eager", seeds and (_round(seeds[0]), _round(seeds[1]))) for _ in range(2)
+        _results(_rounded(exact), bound, "eager", seeds and (_round(seeds[0]), _round(seeds[1])))
+        for _ in range(2)
     ]
     found = []
     names = ["o", "final_state", *(f"d {n}" for n in NAMES if n in inputs)]
-    for name, x, y, *near in zip(names, _results(inputs, None, seeds), expected, *nearby, strict=False):
+    for name, x, y, *near in zip(
+        names, _results(inputs, bound, None, seeds), expected, *nearby, strict=False
+    ):
         error, size = float((x.double() - y).norm()), float(y.norm())
         sways = max(float((z - y).norm()) for z in near)
         allowed = SLACK * sways + RELATIVE * size + ABSOLUTE * x.numel() ** 0.5
@@ -138,7 +147,7 @@ def _fuzz(job: tuple[int, list[int], float]) -> dict[str, Any]:
             break
         inputs, traits = _case(random.Random(f"{seed} {case}"), seed * 1_000_003 + case)
         torch.manual_seed(case)
-        for name, error, share in _compare(inputs, case % 8 == 0):
+        for name, error, share in _compare(inputs, traits["lower_bound"], case % 8 == 0):
             if share > largest.get(name, (-1.0, 0.0, {}))[0]:
                 largest[name] = share, error, traits | {"case": case}
             if not share <= 1:
