@@ -113,6 +113,18 @@ def test_no_scale_of_the_gate_gives_other_than_finite_numbers(A_log):
         assert torch.isfinite(x).all(), name
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e18])
+def test_extreme_inputs_give_finite_outputs_and_gradients(scale):
+    inputs = draw([40], "middle")
+    for name in ("q", "k", "z", "b"):
+        inputs[name] *= scale
+    inputs["A_log"][:] = 80.0
+    o, S = run(inputs)
+    assert torch.isfinite(o).all() and torch.isfinite(S).all()
+    for name, x in gradients(inputs, torch.float32, "triton").items():
+        assert torch.isfinite(x).all(), name
+
+
 def test_a_decay_of_zero_has_no_gradient():
     inputs = draw([20], "extreme")
     inputs["z"].abs_().add_(1e3)
