@@ -206,7 +206,7 @@ def prepare(
 
         prepare_unbounded[(plan.chunks, H)](
             *inputs, spans_table(q.dtype, q.device), *outputs, *strides, scale,
-            H=H, K=K, BK=32, EPS=L2_EPS, **types, CHUNK=CHUNK, num_warps=4, num_stages=1,
+            H=H, K=K, BK=32 if half else 16, EPS=L2_EPS, **types, CHUNK=CHUNK, num_warps=4, num_stages=1,
         )  # fmt: skip
     elif hopper:
         from openk3.ops.kda.kernels.prepare_hopper import prepare_hopper
