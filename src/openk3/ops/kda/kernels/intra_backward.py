@@ -48,6 +48,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from openk3.ops.kda.kernels.cards import generation
 from openk3.ops.kda.kernels.plan import CHUNK, ChunkPlan
 from openk3.ops.kda.kernels.prepare import L2_EPS
 
@@ -337,9 +338,20 @@ def _selections(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.stack([ones.triu().tril(), ones.triu(), ones.tril(-1)])
 
 
-INTRA_TILES = IntraTiles(BK=32, num_warps=4)
 # Not 8 warps: ptxas 12.8 makes addresses of right operands from registers that it never wrote there.
 UNBOUNDED_TILES = IntraTiles(BK=32, num_warps=4)
+
+
+def intra_tiles(q: torch.Tensor) -> IntraTiles:
+    """Slices of 16 columns, which compile with 2 to 12 registers spilled where 32 have 160 (sm_80 to 89, 120).
+
+    On sm_90 and sm_100 two warps, too few for products of a warpgroup. With four at K = 64, ptxas 12.8 makes
+    the address of the last product's right operand from a register that it never wrote, whatever the slice,
+    registers or optimisation level; for sm_100, Triton 3.6 fails to compile.
+    """
+    if not q.is_cuda:
+        return IntraTiles(BK=32, num_warps=4)
+    return IntraTiles(BK=16, num_warps=2 if generation(q) in (9, 10) else 4)
 
 
 def intra_backward(
@@ -376,7 +388,7 @@ def intra_backward(
     """
     T, H, K = q.shape
     V = v.shape[-1]
-    tiles = tiles or (UNBOUNDED_TILES if lower_bound is None else INTRA_TILES)
+    tiles = tiles or (UNBOUNDED_TILES if lower_bound is None else intra_tiles(q))
     d_q, d_k, d_z = (x.new_empty(T, H, K) for x in (q, k, z))
     d_b = b.new_empty(T, H)
     slices = K // tiles.BK

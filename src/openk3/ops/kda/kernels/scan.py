@@ -19,7 +19,8 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from openk3.ops.kda.hopper import hopper_fits, on_hopper
+from openk3.ops.kda.hopper import hopper_fits
+from openk3.ops.kda.kernels.cards import LARGE, shared_kilobytes
 from openk3.ops.kda.kernels.plan import CHUNK, ChunkPlan
 from openk3.ops.kda.kernels.prepare import Prepared
 
@@ -132,14 +133,15 @@ class ScanTiles:
 
 
 def scan_tiles(v: torch.Tensor) -> ScanTiles:
-    """For the plain kernel, by what compiles without spills into the shared memory that cards have (K = 128):
+    """For the plain kernel, by what compiles without spills (K = 128): 131 KB where a program may have 227;
+    73 KB elsewhere, two programs on sm_80.
 
-    133 KB on sm_90; 74 KB in bf16 elsewhere, where products of 32 rows are no smaller than others and 99 KB
-    must do; fp32 operands, which are there for tests, take one chunk at a time.
+    Operands in fp32 take one chunk at a time. On a card their products are sums a thread makes alone, and of
+    the tiles for those this one spills least: 126 registers loaded again, where BV = 32 has 8,500.
     """
     if v.dtype == torch.float32:
-        return ScanTiles(BV=32, num_warps=4, stages=1)
-    return ScanTiles(BV=64 if on_hopper(v) else 32, num_warps=4, stages=2)
+        return ScanTiles(BV=16, num_warps=8, stages=1) if v.is_cuda else ScanTiles(BV=32, num_warps=4, stages=1)
+    return ScanTiles(BV=64 if shared_kilobytes(v) >= LARGE else 32, num_warps=4, stages=2)
 
 
 def hopper_tiles(programs: int) -> ScanTiles:

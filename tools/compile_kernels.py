@@ -1,0 +1,202 @@
+"""Compile the KDA and short convolution kernels for cards that are not here, as dispatch launches them.
+
+    python tools/compile_kernels.py [sm_86 ...]
+
+No GPU is needed: tensors are fake and Triton is told which card it has, so that the real code picks kernel and
+tiles. Prints shared memory, registers and spills of each kernel, the largest of its launches, and fails where one
+does not compile or takes more shared memory than a program may have. That a kernel compiles says nothing of what
+it computes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton  # type: ignore[import-untyped]
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+from triton.runtime import driver  # type: ignore[import-untyped]
+from triton.runtime.jit import JITFunction, MockTensor  # type: ignore[import-untyped]
+
+# KB of shared memory that a program may have (CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability").
+CARDS = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The most that any launch of a kernel takes; `failed` says why one did not compile."""
+
+    shared: int = 0  # bytes
+    registers: int = 0
+    spilled: int = 0  # bytes of stack
+    failed: str = ""
+
+    def with_one_more(self, other: Compiled) -> Compiled:
+        pairs = ((self.shared, other.shared), (self.registers, other.registers), (self.spilled, other.spilled))
+        return Compiled(*(max(pair) for pair in pairs), self.failed or other.failed)
+
+
+def compile_for(
+    card: str,
+    head_sizes: tuple[int, ...] = (64, 128),
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32),
+) -> dict[str, Compiled]:
+    """Every plain Triton kernel that `card` would run, by function, head size and dtype."""
+    capability = int(card.removeprefix("sm_"))
+    results: dict[str, Compiled] = {}
+    label = ""
+
+    def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if kernel.is_gluon():  # made for sm_90 alone, where they were run
+            return
+        name = f"{kernel.__name__.lstrip('_')} {label}"
+        mocked = [_mock(x) for x in args]
+        try:
+            compiled = real_run(
+                kernel, *mocked, grid=grid, warmup=True, **{k: _mock(x) for k, x in options.items()}
+            )
+            one = Compiled(compiled.metadata.shared, *_resources(compiled.asm["cubin"]))
+        except Exception as error:  # noqa: BLE001
+            one = Compiled(failed=str(error).splitlines()[-1] or traceback.format_exc(limit=1))
+        results[name] = results.get(name, Compiled()).with_one_more(one)
+
+    real_run = JITFunction.run
+    properties = SimpleNamespace(
+        shared_memory_per_block_optin=CARDS[card] * 1024, shared_memory_per_block=48 * 1024, multi_processor_count=132
+    )
+    driver.set_active(_Driver(capability))
+    with (
+        FakeTensorMode(),
+        patch.object(JITFunction, "run", run),
+        patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
+        patch.object(torch.cuda, "get_device_capability", lambda *_: divmod(capability, 10)),
+        patch.object(torch.Tensor, "contiguous", lambda x, **_: x.new_empty(x.shape)),  # no CUDA to copy with
+        patch("openk3.ops.kda.kernels.intra_backward._selections", _fake_selections),
+    ):
+        label = "bf16"
+        _launch_short_conv(torch.bfloat16)
+        for K in head_sizes:
+            for dtype in dtypes:
+                label = f"K={K} {'bf16' if dtype == torch.bfloat16 else 'fp32'}"
+                _launch_gated_kda(8192, 96, K, dtype)
+                if dtype == torch.bfloat16:  # few heads, so that sequences are cut into pieces
+                    _launch_gated_kda(65536, 2, K, dtype)
+                _launch_decoding(96, K, dtype)
+    return results
+
+
+class _Driver:
+    """What Triton asks of a driver before it launches."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # each card has a cache of its own
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _mock(x: Any) -> Any:
+    return MockTensor(x.dtype, list(x.shape)) if isinstance(x, torch.Tensor) else x
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread, and bytes of its stack."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
+
+
+def _fake_selections(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return _empty(3, 64, 64, dtype=dtype)  # the real one is kept from call to call
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def _launch_gated_kda(T: int, H: int, K: int, dtype: torch.dtype) -> None:
+    from openk3.ops.kda.kernels import operator
+
+    q, k, v, z = (_empty(T, H, K, dtype=dtype) for _ in range(4))
+    raw = q, k, v, z, _empty(T, H, dtype=dtype), _empty(H), _empty(H, K), _empty(2, dtype=torch.int32)
+    state, marks = _empty(1, H, K, K), _empty(1, dtype=torch.int32)
+    forward, backward = operator._forward._init_fn, operator._backward._init_fn
+    forward(*raw, state, marks, -5.0, 0.1, True)
+    if dtype == torch.bfloat16:  # in fp32, gradients take the eager form
+        backward(*raw, state, v, v, state, -5.0, 0.1, True)
+
+
+def _launch_decoding(H: int, K: int, dtype: torch.dtype) -> None:
+    from openk3.ops.kda.kernels import decode, replay
+
+    N, C, P = 4, 3 * H * K, 8
+    state, tail, slots = _empty(N, H, K, K), _empty(N, 3, C, dtype=dtype), _empty(N, dtype=torch.int32)
+    weights = _empty(4, C), _empty(H), _empty(H, K), _empty(K)
+
+    def tokens(*rows: int) -> list[torch.Tensor]:
+        return [_empty(*rows, *shape, dtype=dtype) for shape in ((C,), (H, K), (H,), (H, K))]
+
+    for bound in (-5.0, None):
+        decode.decode._init_fn(*tokens(N), state, tail, slots, *weights, 1e-6, bound, 0.1)
+        for W in (4, 8):
+            past = tokens(N, P)[:3]
+            replay.verify._init_fn(
+                *tokens(N, W), state, tail, *past, slots, slots, *weights, 1e-6, bound, 0.1
+            )
+
+
+def _launch_short_conv(dtype: torch.dtype) -> None:
+    from openk3.ops.short_conv import kernels
+
+    x, weight, cu_seqlens = _empty(8192, 36864, dtype=dtype), _empty(4, 36864).t(), _empty(2, dtype=torch.int32)
+    state = _empty(1, 3, 36864, dtype=dtype)
+    kernels._short_conv._init_fn(x, weight, cu_seqlens, state, True)
+    kernels._short_conv_backward._init_fn(x, weight, cu_seqlens, state, True, x, state)
+    kernels._states_at._init_fn(x, cu_seqlens, state, cu_seqlens, 4)
+
+
+def main() -> int:
+    wanted = sys.argv[1:] or list(CARDS)
+    print(f"torch {torch.__version__}, Triton {triton.__version__}")
+    bad = 0
+    for card in wanted:
+        for name, kernel in compile_for(card).items():
+            fits = kernel.shared <= CARDS[card] * 1024 and not kernel.failed
+            bad += not fits
+            verdict = "" if fits else f"  {kernel.failed or 'MORE THAN THE CARD HAS'}"
+            print(
+                f"{card:7} {name:28} {kernel.shared / 1024:6.1f} of {CARDS[card]} KB "
+                f"{kernel.registers:4} registers {kernel.spilled:5} B of stack{verdict}",
+                flush=True,
+            )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
