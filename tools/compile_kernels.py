@@ -2,10 +2,10 @@
 
     python tools/compile_kernels.py [sm_86 ...]
 
-No GPU is needed: tensors are fake and Triton is told which card it has, so that the real code picks kernel and
-tiles. Prints shared memory, registers and spills of each kernel, the largest of its launches, and fails where one
-does not compile or takes more shared memory than a program may have. That a kernel compiles says nothing of what
-it computes.
+No GPU is needed: tensors are fake and Triton is told which card it has, so that the real code picks kernel
+and tiles. Prints shared memory, registers and spills of each kernel, the most of its launches, and fails where
+one does not compile or takes more shared memory than a program may have. That a kernel compiles says nothing
+of what it computes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.runtime import driver  # type: ignore[import-untyped]
 from triton.runtime.jit import JITFunction, MockTensor  # type: ignore[import-untyped]
 
-# KB of shared memory that a program may have (CUDA C++ Programming Guide, "Technical Specifications per Compute
-# Capability").
+# KB of shared memory that a program may have, by the CUDA C++ Programming Guide.
 CARDS = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
@@ -47,7 +46,11 @@ class Compiled:
     failed: str = ""
 
     def with_one_more(self, other: Compiled) -> Compiled:
-        pairs = ((self.shared, other.shared), (self.registers, other.registers), (self.spilled, other.spilled))
+        pairs = (
+            (self.shared, other.shared),
+            (self.registers, other.registers),
+            (self.spilled, other.spilled),
+        )
         return Compiled(*(max(pair) for pair in pairs), self.failed or other.failed)
 
 
@@ -77,7 +80,9 @@ def compile_for(
 
     real_run = JITFunction.run
     properties = SimpleNamespace(
-        shared_memory_per_block_optin=CARDS[card] * 1024, shared_memory_per_block=48 * 1024, multi_processor_count=132
+        shared_memory_per_block_optin=CARDS[card] * 1024,
+        shared_memory_per_block=48 * 1024,
+        multi_processor_count=132,
     )
     driver.set_active(_Driver(capability))
     with (
@@ -174,7 +179,11 @@ def _launch_decoding(H: int, K: int, dtype: torch.dtype) -> None:
 def _launch_short_conv(dtype: torch.dtype) -> None:
     from openk3.ops.short_conv import kernels
 
-    x, weight, cu_seqlens = _empty(8192, 36864, dtype=dtype), _empty(4, 36864).t(), _empty(2, dtype=torch.int32)
+    x, weight, cu_seqlens = (
+        _empty(8192, 36864, dtype=dtype),
+        _empty(4, 36864).t(),
+        _empty(2, dtype=torch.int32),
+    )
     state = _empty(1, 3, 36864, dtype=dtype)
     kernels._short_conv._init_fn(x, weight, cu_seqlens, state, True)
     kernels._short_conv_backward._init_fn(x, weight, cu_seqlens, state, True, x, state)

@@ -143,6 +143,8 @@ def test_doctor_says_what_each_operator_runs_as(capsys):
     assert code == 0
     for operator in ("kda", "attention", "attnres", "moe", "situ", "cross_entropy", "quantile_balance"):
         assert operator in out
+    assert "compile for, not run there" in " ".join(out.split())
+    assert "sm_86" in out
 
 
 def test_what_the_system_refuses_is_one_line_too(capsys):

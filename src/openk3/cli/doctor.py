@@ -59,11 +59,19 @@ def doctor(
 
     problem = triton_problem(where.type)
     operators = Table("operator", "runs as", "why", title=f"operators on {where.type}", title_justify="left")
-    kernels = Table("kernels of", "take", "checked on", title="GPU kernels", title_justify="left")
+    kernels = Table(
+        "kernels of",
+        "take",
+        "checked on",
+        "compile for, not run there",
+        title="GPU kernels",
+        title_justify="left",
+    )
     for name in operator_names():
         own = getattr(importlib.import_module(f"openk3.ops.{name}"), "KERNELS", ())
         for kernel in own:
-            kernels.add_row(f"{name}.{kernel.function}", kernel.takes, kernel.checked_on)
+            compiled = ", ".join(kernel.compiles_for)
+            kernels.add_row(f"{name}.{kernel.function}", kernel.takes, kernel.checked_on, compiled)
         if where.type == "cpu":
             operators.add_row(name, "eager", "the CPU path")
         elif not own:
@@ -100,7 +108,10 @@ def _kernel_line(kernel: Kernel, device: torch.device) -> str:
     import torch
 
     here = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    return kernel.function + ("" if here in kernel.checked_on else f", never checked on {here}")
+    if here in kernel.checked_on:
+        return kernel.function
+    known = "compiles for" if here in kernel.compiles_for else "never compiled for"
+    return f"{kernel.function}, {known} {here}, not run there"
 
 
 def _device_line(device: torch.device) -> str:

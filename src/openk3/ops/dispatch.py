@@ -29,6 +29,7 @@ class Kernel:
     function: str  # that they run behind
     takes: str  # inputs; others run as eager by default, and are refused where "triton" is forced
     checked_on: str  # devices and their compute capabilities
+    compiles_for: tuple[str, ...] = ()  # others that it was only compiled for (tools/compile_kernels.py)
 
 
 def triton_problem(device_type: str) -> str | None:

@@ -27,13 +27,26 @@ __all__ = [
     "kda_verify",
 ]
 
+_COMPILES_FOR = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
+
 KERNELS = (
     Kernel(
         "gated_kda",
-        takes="K = V in {64, 128}, the bounded gate, bf16 or fp32; gradients: K = 128, bf16",
+        takes="K = V in {64, 128}, the bounded gate, bf16 or fp32; gradients: bf16",
         checked_on="H200 (sm_90)",
+        compiles_for=_COMPILES_FOR,
+    ),
+    Kernel(
+        "kda_decode",
+        takes="K = V in {64, 128}, 4 taps, either gate",
+        checked_on="H200 (sm_90)",
+        compiles_for=_COMPILES_FOR,
+    ),
+    Kernel(
+        "kda_verify",
+        takes="as kda_decode, windows of 1 to 8 tokens",
+        checked_on="H200 (sm_90)",
+        compiles_for=_COMPILES_FOR,
     ),
     Kernel("gated_kda", takes="the same without a bound (Kimi Linear)", checked_on="none yet"),
-    Kernel("kda_decode", takes="K = V in {64, 128}, 4 taps, either gate", checked_on="H200 (sm_90)"),
-    Kernel("kda_verify", takes="as kda_decode, windows of 1 to 8 tokens", checked_on="H200 (sm_90)"),
 )

@@ -17,7 +17,14 @@ from openk3.ops.packed import check_offsets, sequence_bounds
 
 __all__ = ["short_conv"]
 
-KERNELS = (Kernel("short_conv", takes="2 to 8 taps, bf16, fp16 or fp32", checked_on="H200 (sm_90)"),)
+KERNELS = (
+    Kernel(
+        "short_conv",
+        takes="2 to 8 taps, bf16, fp16 or fp32",
+        checked_on="H200 (sm_90)",
+        compiles_for=("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"),
+    ),
+)
 
 
 @overload

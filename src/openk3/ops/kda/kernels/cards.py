@@ -1,8 +1,8 @@
 """What a card gives a program: the one place that the tables of tiles ask. Imports no triton.
 
-Cards fall into three classes by the shared memory that a program may have: 99 KB (sm_86, sm_89, sm_120), 163 KB
-(sm_80), 227 KB (sm_90, sm_100). `tools/compile_kernels.py` compiles every kernel for cards of each and holds what
-it takes against its class.
+Cards fall into three classes by the shared memory that a program may have: 99 KB (sm_86, sm_89, sm_120),
+163 KB (sm_80), 227 KB (sm_90, sm_100). `tools/compile_kernels.py` compiles every kernel for cards of each and
+holds what it takes against its class.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ def shared_kilobytes(x: torch.Tensor) -> int:
     if not x.is_cuda:
         return LARGE
     properties = torch.cuda.get_device_properties(x.device)
-    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)) // 1024
+    return (
+        int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)) // 1024
+    )
 
 
 def generation(x: torch.Tensor) -> int:

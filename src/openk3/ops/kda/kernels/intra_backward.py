@@ -343,7 +343,7 @@ UNBOUNDED_TILES = IntraTiles(BK=32, num_warps=4)
 
 
 def intra_tiles(q: torch.Tensor) -> IntraTiles:
-    """Slices of 16 columns, which compile with 2 to 12 registers spilled where 32 have 160 (sm_80 to 89, 120).
+    """Slices of 16 columns, which compile with 2 to 12 registers spilled where 32 have 160 (mma.sync).
 
     On sm_90 and sm_100 two warps, too few for products of a warpgroup. With four at K = 64, ptxas 12.8 makes
     the address of the last product's right operand from a register that it never wrote, whatever the slice,

@@ -140,7 +140,9 @@ def scan_tiles(v: torch.Tensor) -> ScanTiles:
     the tiles for those this one spills least: 126 registers loaded again, where BV = 32 has 8,500.
     """
     if v.dtype == torch.float32:
-        return ScanTiles(BV=16, num_warps=8, stages=1) if v.is_cuda else ScanTiles(BV=32, num_warps=4, stages=1)
+        return (
+            ScanTiles(BV=16, num_warps=8, stages=1) if v.is_cuda else ScanTiles(BV=32, num_warps=4, stages=1)
+        )
     return ScanTiles(BV=64 if shared_kilobytes(v) >= LARGE else 32, num_warps=4, stages=2)
 
 
