@@ -2,10 +2,10 @@
 
     python tools/compile_kernels.py [sm_86 ...]
 
-No GPU is needed: tensors are fake and Triton is told which card it has, so that the real code picks kernel
-and tiles. Prints shared memory, registers and spills of each kernel, the most of its launches, and fails where
-one does not compile or takes more shared memory than a program may have. That a kernel compiles says nothing
-of what it computes.
+No GPU is needed: tensors are fake and Triton is told which card it has, so that the real code picks kernels
+and tiles. Prints the most that launches of a kernel take of shared memory, registers and stack, and fails
+where one does not compile or takes more shared memory than a program may have. That a kernel compiles says
+nothing of what it computes.
 """
 
 from __future__ import annotations
