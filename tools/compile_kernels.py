@@ -33,6 +33,7 @@ from triton.runtime.jit import JITFunction, MockTensor  # type: ignore[import-un
 
 # KB of shared memory that a program may have, by the CUDA C++ Programming Guide.
 CARDS = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
+TENSOR_MEMORY = 512  # columns that a program may have, on sm_100
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -74,6 +75,8 @@ def compile_for(
                 kernel, *mocked, grid=grid, warmup=True, **{k: _mock(x) for k, x in options.items()}
             )
             one = Compiled(compiled.metadata.shared, *_resources(compiled.asm["cubin"]))
+            if (compiled.metadata.tmem_size or 0) > TENSOR_MEMORY:  # compiles to a trap
+                one = Compiled(failed=f"{compiled.metadata.tmem_size} columns of tensor memory")
         except Exception as error:  # noqa: BLE001
             one = Compiled(failed=str(error).splitlines()[-1] or traceback.format_exc(limit=1))
         results[name] = results.get(name, Compiled()).with_one_more(one)

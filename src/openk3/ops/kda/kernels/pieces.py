@@ -84,7 +84,7 @@ def reverse_fragments(
     count = len(pieces.piece_sequence)
     L = d_o.new_empty(count, H, V, prepared.kd.shape[-1], dtype=torch.float32)
     nothing = ScannedBack(d_o.new_empty(0, H, V), d_o.new_empty(0), L)
-    tiles = hopper_tiles(count * H) if hopper else scan_backward_tiles(V)
+    tiles = hopper_tiles(count * H) if hopper else scan_backward_tiles(d_o)
     launch_backward(d_o, prepared, plan, d_final_state, nothing, tiles, hopper, pieces, fragments=True)
     return L
 

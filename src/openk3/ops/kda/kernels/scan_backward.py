@@ -21,6 +21,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from openk3.ops.kda.hopper import hopper_fits
+from openk3.ops.kda.kernels.cards import generation
 from openk3.ops.kda.kernels.plan import CHUNK, ChunkPlan
 from openk3.ops.kda.kernels.prepare import Prepared
 from openk3.ops.kda.kernels.scan import Pieces
@@ -99,7 +100,12 @@ class ScanBackwardTiles:
     stages: int
 
 
-def scan_backward_tiles(V: int) -> ScanBackwardTiles:
+def scan_backward_tiles(d_o: torch.Tensor) -> ScanBackwardTiles:
+    """For the plain kernel: whole heads, 97 KB at most but for sm_90's 193; halves on sm_100, where whole ones
+    want 544 columns of tensor memory and there are 512."""
+    V = d_o.shape[-1]
+    if generation(d_o) == 10:
+        return ScanBackwardTiles(BV=64, num_warps=4, stages=2)
     return ScanBackwardTiles(BV=V, num_warps=V // 16, stages=2)
 
 
@@ -153,7 +159,7 @@ def scan_backward(
             d_o, prepared, plan, pieces, fragments, d_final_state, result.d_initial_state, hopper
         )
         programs = len(pieces.piece_sequence) * H
-    tiles = tiles or (hopper_tiles(programs) if hopper else scan_backward_tiles(V))
+    tiles = tiles or (hopper_tiles(programs) if hopper else scan_backward_tiles(d_o))
     launch(d_o, prepared, plan, d_final_state, result, tiles, hopper, pieces)
     return result
 
