@@ -101,8 +101,8 @@ class ScanBackwardTiles:
 
 
 def scan_backward_tiles(d_o: torch.Tensor) -> ScanBackwardTiles:
-    """For the plain kernel: whole heads, in 97 KB, or 193 on sm_90; halves on sm_100, where whole ones want 544
-    columns of tensor memory and there are 512."""
+    """For the plain kernel: whole heads, in 97 KB, or 193 on sm_90; halves on sm_100, where whole ones want
+    544 columns of tensor memory and there are 512."""
     V = d_o.shape[-1]
     if generation(d_o) == 10:
         return ScanBackwardTiles(BV=64, num_warps=4, stages=2)
