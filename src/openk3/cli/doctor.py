@@ -59,19 +59,15 @@ def doctor(
 
     problem = triton_problem(where.type)
     operators = Table("operator", "runs as", "why", title=f"operators on {where.type}", title_justify="left")
-    kernels = Table(
-        "kernels of",
-        "take",
-        "checked on",
-        "compile for, not run there",
-        title="GPU kernels",
-        title_justify="left",
-    )
+    kernels = Table("kernels of", "take", "checked on", title="GPU kernels", title_justify="left")
+    compiled: dict[str, list[str]] = {}
     for name in operator_names():
         own = getattr(importlib.import_module(f"openk3.ops.{name}"), "KERNELS", ())
         for kernel in own:
-            compiled = ", ".join(kernel.compiles_for)
-            kernels.add_row(f"{name}.{kernel.function}", kernel.takes, kernel.checked_on, compiled)
+            function = f"{name}.{kernel.function}"
+            kernels.add_row(function, kernel.takes, kernel.checked_on)
+            if kernel.compiles_for:
+                compiled.setdefault(", ".join(kernel.compiles_for), []).append(function)
         if where.type == "cpu":
             operators.add_row(name, "eager", "the CPU path")
         elif not own:
@@ -82,6 +78,8 @@ def doctor(
             operators.add_row(name, "triton", "; ".join(_kernel_line(kernel, where) for kernel in own))
     console.print(operators)
     console.print(kernels)
+    for cards, functions in compiled.items():
+        console.print(f"Compile for {cards} too, and were not run there: {', '.join(functions)}.")
     console.print("What kernels do not take runs as eager, or is refused where a kernel is asked for.")
 
 
