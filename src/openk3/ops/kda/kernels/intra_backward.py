@@ -338,16 +338,12 @@ def _selections(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.stack([ones.triu().tril(), ones.triu(), ones.tril(-1)])
 
 
-# Not 8 warps: ptxas 12.8 makes addresses of right operands from registers that it never wrote there.
-UNBOUNDED_TILES = IntraTiles(BK=32, num_warps=4)
-
-
 def intra_tiles(q: torch.Tensor) -> IntraTiles:
     """Slices of 16 columns, which compile with 2 to 12 registers spilled where 32 have 160 (mma.sync).
 
-    On sm_90 and sm_100 two warps, too few for products of a warpgroup. With four at K = 64, ptxas 12.8 makes
-    the address of the last product's right operand from a register that it never wrote, whatever the slice,
-    registers or optimisation level; for sm_100, Triton 3.6 fails to compile.
+    On sm_90 and sm_100 two warps, too few for products of a warpgroup. With four, ptxas 12.8 makes addresses
+    of right operands from one register taken for both words: in the last product of the bounded gate's
+    kernel at K = 64, and in that of the gate without a bound at any size. For sm_100, Triton 3.6 fails.
     """
     if not q.is_cuda:
         return IntraTiles(BK=32, num_warps=4)
@@ -388,7 +384,7 @@ def intra_backward(
     """
     T, H, K = q.shape
     V = v.shape[-1]
-    tiles = tiles or (UNBOUNDED_TILES if lower_bound is None else intra_tiles(q))
+    tiles = tiles or intra_tiles(q)
     d_q, d_k, d_z = (x.new_empty(T, H, K) for x in (q, k, z))
     d_b = b.new_empty(T, H)
     slices = K // tiles.BK
