@@ -49,22 +49,6 @@ def test_kernels_equal_the_recurrence(regime, lengths, K):
     assert S.dtype == torch.float32
 
 
-def test_heads_of_64_as_heads_of_128_are_the_same():
-    from openk3.ops.kda.kernels.operator import gated_kda as kernels
-
-    inputs = _single(_inputs([33], 1, 64))
-    results = []
-    for padded in (False, True):
-        own = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs.values()]
-        o, S, kept = kernels(*own, torch.tensor([33]), -5.0, 0.125, False, padded=padded)
-        leaves = [x for x in own if x.requires_grad]
-        results.append([o, S, kept, *torch.autograd.grad(o.square().sum() + S.square().sum(), leaves)])
-    for narrow, wide in zip(*results, strict=True):
-        assert wide.shape == narrow.shape
-        assert wide.is_contiguous()
-        assert relative_error(wide, narrow.double()) < 2e-6
-
-
 def test_gradients_equal_those_of_the_recurrence():
     inputs = _single(_inputs([70, 1, 0], 1, 64))
     leaves = [name for name, x in inputs.items() if x.is_floating_point()]

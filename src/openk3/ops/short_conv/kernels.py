@@ -192,7 +192,7 @@ def _backward(
 
 
 # Tokens and channels of a program, rows of a group, warps.
-FORWARD = {"TOKENS": 64, "CHANNELS": 256, "ROWS": 4, "num_warps": 1}
+FORWARD = {"TOKENS": 128, "CHANNELS": 128, "ROWS": 8, "num_warps": 1}
 BACKWARD = {"TOKENS": 128, "CHANNELS": 128, "ROWS": 4, "num_warps": 1}
 TAILS = {"CHANNELS": 512, "num_warps": 2}
 

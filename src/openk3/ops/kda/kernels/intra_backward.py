@@ -123,8 +123,8 @@ def _scaled(rows, factor):
 
 @triton.jit
 def _pairs_backward(
-    q, k, v, b, o, d_o, d_v, errors, d_b, pairs, rows, cu_seqlens, first_chunk, chunk_sequence,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_b,
+    q, k, v, o, d_o, d_v, errors, pairs, rows, cu_seqlens, first_chunk, chunk_sequence,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, EPS: tl.constexpr,
     WIDTHS: tl.constexpr,
 ):  # fmt: skip
@@ -167,9 +167,6 @@ def _pairs_backward(
     tl.store(rows + 2 * CHUNK, 2.0 * along_w - along_v)
     tl.store(rows + 3 * CHUNK, tl.rsqrt(q_norm + EPS))
     tl.store(rows + 4 * CHUNK, tl.rsqrt(k_norm + EPS))
-    beta = tl.sigmoid(tl.load(b + (start + i) * stride_b + h, mask=valid, other=0.0).to(tl.float32))
-    d_logits = (1.0 - beta) * along_w
-    tl.store(d_b + (start + i) * H + h, d_logits.to(d_b.dtype.element_ty), mask=valid)
     pairs += chunk * (2 * WIDTHS * CHUNK * CHUNK) + row * CHUNK + column
     apart = row ^ column  # below 2^n: in the same 2^n rows
     # dA and dL inside 64, 32, 16 rows; of the wider two a join uses the part that its factors leave.
@@ -182,7 +179,7 @@ def _pairs_backward(
 @triton.jit
 def _intra_backward(
     q, k, z, b, d_o, d_v, states, d_states, errors, A_log, dt_bias, pairs, rows, selections,
-    d_q, d_k, d_z, d_A_log, d_bias, cu_seqlens, first_chunk, chunk_sequence,
+    d_q, d_k, d_z, d_b, d_A_log, d_bias, cu_seqlens, first_chunk, chunk_sequence,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_zt, stride_zh, stride_b, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
     BOUND: tl.constexpr,
@@ -306,8 +303,10 @@ def _intra_backward(
     d_rows = scale * (d_readers_q * up + own * writes)
     d_rows = q_norm * (d_rows - along_q * unit_q)
     tl.store(d_q + at, d_rows.to(d_q.dtype.element_ty), mask=inside)
-    d_rows = beta * (d_writers * down + (scale * own) * unit_q)
-    d_rows = k_norm * (d_rows + d_readers_k * up - along_k * unit_k)
+    d_rows = d_writers * down + (scale * own) * unit_q
+    d_beta = tl.sum(unit_k * d_rows, 1)[:, None]
+    tl.store(d_b + ((start + row) * H + h) * SLICES + part, beta * (1.0 - beta) * d_beta, mask=inside)
+    d_rows = k_norm * (beta * d_rows + d_readers_k * up - along_k * unit_k)
     tl.store(d_k + at, d_rows.to(d_k.dtype.element_ty), mask=inside)
 
     # The gate.
@@ -338,14 +337,15 @@ def _selections(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.stack([ones.triu().tril(), ones.triu(), ones.tril(-1)])
 
 
-def intra_tiles(q: torch.Tensor) -> IntraTiles:
+def intra_tiles(q: torch.Tensor, bounded: bool) -> IntraTiles:
     """Slices of 16 columns, which compile with 2 to 12 registers spilled where 32 have 160 (mma.sync).
 
-    On sm_90 and sm_100 two warps, too few for products of a warpgroup. With four, ptxas 12.8 makes addresses
-    of right operands from one register taken for both words: in the last product of the bounded gate's
-    kernel at K = 64, and in that of the gate without a bound at any size. For sm_100, Triton 3.6 fails.
+    On sm_90 and sm_100 two warps, too few for products of a warpgroup. With four, ptxas 12.8 makes the
+    address of a right operand from one register taken for both words, in the last product of the bounded
+    gate's kernel at K = 64; for sm_100, Triton 3.6 fails. Without a bound products take most of the time: four
+    warps and 32 columns on sm_90, in code that is the same for any number of heads and was checked there.
     """
-    if not q.is_cuda:
+    if not q.is_cuda or (not bounded and generation(q) == 9):
         return IntraTiles(BK=32, num_warps=4)
     return IntraTiles(BK=16, num_warps=2 if generation(q) in (9, 10) else 4)
 
@@ -380,14 +380,15 @@ def intra_backward(
         errors: E `[NC, H, 64, V]`.
 
     Returns:
-        The gradients, each contiguous. Those of A_log and dt_bias are summed over chunks in a fixed order.
+        The gradients, each contiguous. Those of b, A_log and dt_bias are summed over slices and chunks in a
+        fixed order.
     """
     T, H, K = q.shape
     V = v.shape[-1]
-    tiles = tiles or intra_tiles(q)
+    tiles = tiles or intra_tiles(q, bounded=lower_bound is not None)
     d_q, d_k, d_z = (x.new_empty(T, H, K) for x in (q, k, z))
-    d_b = b.new_empty(T, H)
     slices = K // tiles.BK
+    d_b = q.new_empty(T, H, slices, dtype=torch.float32)
     d_A_log = q.new_zeros(plan.chunks, H, slices, dtype=torch.float32)
     d_bias = q.new_zeros(plan.chunks, H, K, dtype=torch.float32)
     # Joining halves takes all pairs and finds those of its levels, where blocks have them stored apart.
@@ -396,11 +397,11 @@ def intra_backward(
     rows = q.new_empty(plan.chunks, H, 5, CHUNK, dtype=torch.float32)
     tables = plan.cu_seqlens, plan.first_chunk, plan.chunk_sequence
     _pairs_backward[(plan.chunks, H)](
-        q, k, v, b, o, d_o, d_v, errors, d_b, pairs, rows, *tables,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], b.stride(0),
+        q, k, v, o, d_o, d_v, errors, pairs, rows, *tables,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         H=H, K=K, V=V, CHUNK=CHUNK, EPS=L2_EPS, WIDTHS=widths, num_warps=4,
     )  # fmt: skip
-    gradients = d_q, d_k, d_z, d_A_log, d_bias
+    gradients = d_q, d_k, d_z, d_b, d_A_log, d_bias
     inputs = q, k, z, b, d_o, d_v, states, d_states, errors, A_log, dt_bias, pairs, rows
     strides = *q.stride()[:2], *k.stride()[:2], *z.stride()[:2], b.stride(0)
     sizes = {"H": H, "K": K, "V": V, "BK": tiles.BK, "CHUNK": CHUNK, "num_warps": tiles.num_warps}
@@ -416,4 +417,4 @@ def intra_backward(
             *inputs, _selections(states.dtype, states.device), *gradients, *tables, *strides, scale,
             BOUND=lower_bound, **sizes,
         )  # fmt: skip
-    return InputGradients(d_q, d_k, d_z, d_b, d_A_log.sum((0, 2)), d_bias.sum(0))
+    return InputGradients(d_q, d_k, d_z, d_b.sum(2).to(b.dtype), d_A_log.sum((0, 2)), d_bias.sum(0))

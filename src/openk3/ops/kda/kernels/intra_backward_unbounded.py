@@ -27,12 +27,12 @@ from openk3.ops.kda.kernels.halves import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H"])
 def intra_backward_unbounded(
     q, k, z, b, d_o, d_v, states, d_states, errors, A_log, dt_bias, pairs, rows, spans,
-    d_q, d_k, d_z, d_A_log, d_bias, cu_seqlens, first_chunk, chunk_sequence,
+    d_q, d_k, d_z, d_b, d_A_log, d_bias, cu_seqlens, first_chunk, chunk_sequence,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_zt, stride_zh, stride_b, scale,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = K // BK
     c, h = (tl.program_id(0) // SLICES).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -84,6 +84,7 @@ def intra_backward_unbounded(
     factor = beta * decays(between, high, low, OPERAND)
     d_written = factor * tl.dot(E, dS, input_precision=FULL)
     d_e = read_k * d_written
+    along_w = tl.sum(d_e, 1)
     d_g = tl.dot(tl.trans(between), d_e.to(OPERAND), d_g, input_precision=FULL)
     d_key += d_written
 
@@ -102,7 +103,9 @@ def intra_backward_unbounded(
         d_to_w = tl.dot(tl.trans(D_q), from_q, input_precision=FULL)
         d_to_w = tl.dot(tl.trans(D_k), from_k, d_to_w, input_precision=FULL)
         d_from_q = factor * d_from_q
-        d_from_k = factor * (d_from_k + beta * d_to_w)
+        d_to_w *= factor * beta
+        along_w += tl.sum(read_k * d_to_w, 1)
+        d_from_k = factor * d_from_k + d_to_w
         d_e = read_q * d_from_q + read_k * d_from_k
         d_g = tl.dot(tl.trans(between), d_e.to(OPERAND), d_g, input_precision=FULL)
         d_read_q += d_from_q
@@ -118,6 +121,8 @@ def intra_backward_unbounded(
     at = (start * H + h) * K + row * (H * K) + d[None, :]
     d_rows = q_norm * (scale * d_read_q + own * beta * unit_k - along_q * unit_q)
     tl.store(d_q + at, d_rows.to(d_q.dtype.element_ty), mask=inside)
+    d_beta = (1.0 - beta) * (along_w[:, None] + beta * own * tl.sum(unit_q * unit_k, 1)[:, None])
+    tl.store(d_b + ((start + row) * H + h) * SLICES + part, d_beta, mask=inside)
     d_rows = k_norm * (d_key + own * beta * unit_q - along_k * unit_k)
     tl.store(d_k + at, d_rows.to(d_k.dtype.element_ty), mask=inside)
 

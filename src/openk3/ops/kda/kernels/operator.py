@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from openk3.ops.kda.hopper import hopper_fits
 from openk3.ops.kda.kernels.backward import backward
 from openk3.ops.kda.kernels.pieces import pieces_that_fill
 from openk3.ops.kda.kernels.plan import ChunkPlan, mark_checkpoints, plan_chunks
@@ -164,29 +162,8 @@ def gated_kda(
     lower_bound: float | None,
     scale: float,
     split: bool,
-    *,
-    padded: bool | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """See `openk3.ops.kda.gated.gated_kda`.
-
-    `padded`: heads of 64 as heads of 128 with zeros, which keep zeros and add nothing. By default where
-    gradients are wanted of the bounded gate on sm_90: its kernels for 128 were run, those for 64 were not.
-    """
-    K = q.shape[2]
-    if padded is None:
-        trained = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (q, k, v, z, b, A_log, dt_bias, initial_state)
-        )
-        padded = trained and lower_bound is not None and K == 64 and hopper_fits(q, 128)
-    if padded:
-        q, k, v, z, dt_bias = (pad(x, (0, 128 - K)) for x in (q, k, v, z, dt_bias))
-        initial_state = None if initial_state is None else pad(initial_state, (0, 128 - K, 0, 128 - K))
-        o, S, *kept = gated_kda(
-            q, k, v, z, b, A_log, dt_bias, cu_seqlens, initial_state, checkpoint_at,
-            lower_bound, scale, split, padded=False,
-        )  # fmt: skip
-        o, S = o[..., :K].contiguous(), S[..., :K, :K].contiguous()
-        return (o, S, kept[0][..., :K, :K].contiguous()) if kept else (o, S)
+    """See `openk3.ops.kda.gated.gated_kda`."""
     q, k, v, z = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, z))
     state = None if initial_state is None else initial_state.to(torch.float32).contiguous()
     o, final_state, checkpoints = _forward(

@@ -32,12 +32,12 @@ def _squares(x, inside, K: tl.constexpr, BK: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H"])
 def prepare_unbounded(
     q, k, z, b, A_log, dt_bias, cu_seqlens, first_chunk, chunk_sequence, spans,
     qd, kd, ke, inverse, attention, decay,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_zt, stride_zh, stride_b, scale,
-    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, EPS: tl.constexpr,
+    H, K: tl.constexpr, BK: tl.constexpr, EPS: tl.constexpr,
     OPERAND: tl.constexpr, PRODUCT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     c, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
