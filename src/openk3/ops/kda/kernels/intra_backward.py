@@ -342,8 +342,9 @@ def intra_tiles(q: torch.Tensor, bounded: bool) -> IntraTiles:
 
     On sm_90 and sm_100 two warps, too few for products of a warpgroup. With four, ptxas 12.8 makes the
     address of a right operand from one register taken for both words, in the last product of the bounded
-    gate's kernel at K = 64; for sm_100, Triton 3.6 fails. Without a bound products take most of the time: four
-    warps and 32 columns on sm_90, in code that is the same for any number of heads and was checked there.
+    gate's kernel at K = 64; for sm_100, Triton 3.6 fails. Without a bound products take most of the time:
+    four warps and 32 columns on sm_90, in code that is the same for any number of heads and was checked
+    there.
     """
     if not q.is_cuda or (not bounded and generation(q) == 9):
         return IntraTiles(BK=32, num_warps=4)
