@@ -8,8 +8,8 @@ and close; every eighth case asks the same of all gradients.
 
 Close: the error is at most a hundredth plus SLACK times what the exact results change when what enters
 products in bf16 (q, k, v, the state, and the gradients given to a backward) is rounded at random, the largest
-of 32 tries where the first is not enough. No kernel does better for a scalar that nearly cancels, and one that
-sums 64 such roundings does up to 8 times worse.
+of 32 tries where the first is not enough. No kernel does better for a scalar that nearly cancels, and one
+that sums 64 such roundings does up to 8 times worse.
 
 The summary goes to `results/kda-fuzz-<device>.json`; the exit status is 1 if any case failed.
 """
