@@ -337,16 +337,15 @@ def _selections(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.stack([ones.triu().tril(), ones.triu(), ones.tril(-1)])
 
 
-def intra_tiles(q: torch.Tensor, bounded: bool) -> IntraTiles:
+def intra_tiles(q: torch.Tensor) -> IntraTiles:
     """Slices of 16 columns, which compile with 2 to 12 registers spilled where 32 have 160 (mma.sync).
 
-    On sm_90 and sm_100 two warps, too few for products of a warpgroup. With four, ptxas 12.8 makes the
-    address of a right operand from one register taken for both words, in the last product of the bounded
-    gate's kernel at K = 64; for sm_100, Triton 3.6 fails. Without a bound products take most of the time:
-    four warps and 32 columns on sm_90, in code that is the same for any number of heads and was checked
-    there.
+    On sm_90 and sm_100 two warps, too few for products of a warpgroup. With four, ptxas 12.8 makes addresses
+    of right operands from one register taken for both words: in the last product of the bounded gate's
+    kernel at K = 64, and in that of the gate without a bound at any size, which then gave gradients that were
+    wrong by orders of magnitude. For sm_100, Triton 3.6 fails.
     """
-    if not q.is_cuda or (not bounded and generation(q) == 9):
+    if not q.is_cuda:
         return IntraTiles(BK=32, num_warps=4)
     return IntraTiles(BK=16, num_warps=2 if generation(q) in (9, 10) else 4)
 
@@ -386,7 +385,7 @@ def intra_backward(
     """
     T, H, K = q.shape
     V = v.shape[-1]
-    tiles = tiles or intra_tiles(q, bounded=lower_bound is not None)
+    tiles = tiles or intra_tiles(q)
     d_q, d_k, d_z = (x.new_empty(T, H, K) for x in (q, k, z))
     slices = K // tiles.BK
     d_b = q.new_empty(T, H, slices, dtype=torch.float32)
