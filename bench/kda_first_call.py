@@ -1,9 +1,9 @@
-"""Seconds that first calls of KDA functions take on one GPU, with all kernels compiled anew, one after another.
+"""Seconds that first calls of KDA functions take on one GPU, all kernels compiled anew, one by one.
 
     PYTHONPATH=src python bench/kda_first_call.py [h200]
 
-What K3 needs to train and to serve goes into results/<device>.json. Other models have another gate or head size,
-and need as much of their own. The first call of all starts Triton.
+What K3 needs to train and to serve goes into results/<device>.json. Other models have another gate or head
+size, and need as much of their own. The first call of all starts Triton.
 """
 
 from __future__ import annotations
