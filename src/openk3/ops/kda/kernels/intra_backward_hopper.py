@@ -319,15 +319,16 @@ def _intra_backward_hopper(
         )
         early = i < TILE
         anchor = gl.where(early, _beside(anchor_0), _beside(anchor_1))
-        from_start = up_scale * exp2(anchor)
-        y_q = y_q * from_start + gl.where(early, p_q, _between(p_q, anchor_0, anchor_1))
-        y_k = gl.where(early, p_k, _between(p_k, anchor_0, anchor_1)) - y_k * from_start
+        # The scale first: together the two factors may leave fp32.
+        from_start = exp2(anchor)
+        y_q = y_q * up_scale * from_start + gl.where(early, p_q, _between(p_q, anchor_0, anchor_1))
+        y_k = gl.where(early, p_k, _between(p_k, anchor_0, anchor_1)) - y_k * up_scale * from_start
         to_pairs = gl.where(early, _between(to_pairs, anchor_0, anchor_1), to_pairs)
         y_q = _product(dA.slice(TILE, TILE, 1), right.slice(TILE, TILE), y_q)
         y_k = _product(dL.slice(TILE, TILE, 1), right.slice(TILE, TILE), y_k)
         to_pairs = _product(dA.slice(0, TILE).permute((1, 0)), left_q.slice(0, TILE), to_pairs)
         to_pairs = _product(dL.slice(0, TILE).permute((1, 0)), left_k.slice(0, TILE), to_pairs)
-        to_state = _groups(to_state * exp2(_beside(total) - anchor))
+        to_state = _groups(to_state * up_scale * exp2(_beside(total) - anchor))
         y_q, y_k, to_pairs = warpgroup_mma_wait(0, deps=(y_q, y_k, to_pairs))
         y_q, y_k, to_pairs = _groups(y_q), _groups(y_k), _groups(to_pairs)
 
@@ -347,7 +348,7 @@ def _intra_backward_hopper(
         d_rows = q_norm * (d_rows - gl.expand_dims(_per_row(along_q), 2) * unit_q)
         gl.store(d_q + out, d_rows.to(d_q.dtype.element_ty), mask=inside)
         down = reciprocal(up)
-        d_writes = down * to_pairs * down_scale + down * to_state + own * unit_q
+        d_writes = down * (to_pairs + to_state) * down_scale + own * unit_q
         d_beta += gl.sum(unit_k * d_writes, 2)
         d_G += _load(left_k) * y_k
         d_rows = up * y_k * down_scale + beta * d_writes
@@ -363,11 +364,11 @@ def _intra_backward_hopper(
         by_group = sums.load(CHANNELS)
         sums.store(gl.expand_dims(gl.sum(by_group, 0), 0) - gl.associative_scan(by_group, 0, add))
         d_g = gl.expand_dims(group_sum, 1) - gl.associative_scan(d_G, 1, add) + d_G
-        d_g = (d_g + gl.expand_dims(sums.load(SUMS), 1)) * down_scale
+        d_g += gl.expand_dims(sums.load(SUMS), 1)
         sums.store(gl.sum(to_leaving, 1))
         sums.store(_sums_before(sums.load(CHANNELS), 0))
         d_g += _sums_before(to_leaving, 1) + gl.expand_dims(sums.load(SUMS), 1)
-        d_g += exp2(_per_channel(total)) * _per_channel(S_dS)
+        d_g = d_g * down_scale + exp2(_per_channel(total)) * _per_channel(S_dS)
         u = rate * (_load(z_tiles.index(half)) + bias)
         e = exp2(-LOG2_E * u)
         gate = reciprocal(1.0 + e)
