@@ -1,14 +1,16 @@
 """Gated units act(gate) * up on the GPU: SiTU-GLU, SwiGLU and GLU, one pass forward and one backward.
 
-The forward moves 6 bytes an element in bf16, the backward 10, and either is meant to take no longer than that:
-what counts is special functions (16 a clock and SM, of which memory leaves time for about five forward) and
-instructions. So SiTU-GLU is made of two exponentials and one reciprocal:
+In bf16 the forward moves 6 bytes an element and the backward 10. While memory does that, an SM of an H200 has
+time for 5 and 9 special functions an element and for 45 and 75 instructions, and a formula must stay well below.
+
+SiTU-GLU in bf16 takes the card's tanh, whose relative error is 2^-11 at most (PTX ISA, tanh.approx.f32): an
+element is then within 2^-10 of the equation before it is rounded to 2^-9. Other dtypes, and every gradient, are
+within 5e-6, made of exponentials of negative numbers, so that nothing overflows or cancels:
 
     A = e^(-2|g|/cap_g),  E = e^-|g|,  C = e^(-2|u|/cap_u)
     |y| = cap_g cap_u (1 - A)(1 - C) [E if g < 0] / ((1 + A)(1 + E)(1 + C))
 
-where E = A^2 at the released cap of 4, and 1/x is rsqrt(x)^2, x being between 1 and 8. It is within 1e-6 of
-the equation in relative terms at every element; where 1 - A would cancel, a series takes over.
+E is A^2 at the released cap of 4; a series stands for 1 - A where it is small. What is below 2^-126 is zero.
 
 gate and up are two tensors, as the feed-forward networks and the experts hold them, or the halves of one: rows
 may lie apart, and are not copied for that. The backward keeps those two and nothing else.
@@ -17,6 +19,7 @@ may lie apart, and are not copied for that. The backward keeps those two and not
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import"
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -28,11 +31,32 @@ Tensor = torch.Tensor
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+# Triton's interpreter runs no PTX; it computes the same with what it has.
+PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
+
+
+@triton.jit
+def _exp2(x):
+    """2^x, zero below 2^-126: one instruction, where tl.exp2 takes four for the numbers below."""
+    if PTX:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return tl.exp2(x)
+
+
 @triton.jit
 def _reciprocal(x):
-    """1 / x of a positive x that is far from the ends of fp32: one special function, no range to look at."""
-    root = tl.rsqrt(x)
-    return root * root
+    """1 / x within 2^-23 of itself."""
+    if PTX:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def _short_tanh(x):
+    """tanh within 2^-11 of itself; not in the interpreter."""
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 
 @triton.jit
@@ -43,60 +67,59 @@ def _one_minus(decay, z):
 
 
 @triton.jit
-def _with_sign_of(x, magnitude):
-    """`magnitude` >= 0 with the sign bit of x."""
-    bits = magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
-    return bits.to(tl.float32, bitcast=True)
+def _with_sign(bits, magnitude):
+    """`magnitude` >= 0 with the sign bit of the int32 `bits`."""
+    return (magnitude.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _sigmoid_parts(g):
-    """e^-|g| and the numerators of sigmoid(g) and sigmoid(-g) over 1 + e^-|g|."""
-    decay = tl.exp2(tl.abs(g) * -LOG2E)
-    return decay, tl.where(g < 0, decay, 1.0), tl.where(g < 0, 1.0, decay)
+def _sigmoid(x):
+    return _reciprocal(1.0 + _exp2(x * -LOG2E))
 
 
 @triton.jit
 def _situ_parts(g, u, gate_cap, up_cap, CAP_4: tl.constexpr):
     z, w = tl.abs(g) * (2.0 / gate_cap), tl.abs(u) * (2.0 / up_cap)
-    A, C = tl.exp2(z * -LOG2E), tl.exp2(w * -LOG2E)
-    E = A * A if CAP_4 else tl.exp2(tl.abs(g) * -LOG2E)
+    A, C = _exp2(z * -LOG2E), _exp2(w * -LOG2E)
+    E = A * A if CAP_4 else _exp2(tl.abs(g) * -LOG2E)
     return A, C, E, _one_minus(A, z), _one_minus(C, w)
 
 
 @triton.jit
-def _value(g, u, gate_cap, up_cap, UNIT: tl.constexpr, CAP_4: tl.constexpr):
+def _value(g, u, gate_cap, up_cap, UNIT: tl.constexpr, CAP_4: tl.constexpr, SHORT: tl.constexpr):
+    """`SHORT` is right where the result is rounded to bf16."""
     if UNIT == "situ":
-        A, C, E, less_A, less_C = _situ_parts(g, u, gate_cap, up_cap, CAP_4)
-        ratio = less_A * less_C * tl.where(g < 0, E, 1.0) * _reciprocal((1.0 + A) * (1.0 + C) * (1.0 + E))
-        # Rounding must not exceed the bound; a NaN stays one.
-        ratio = tl.minimum(ratio, 1.0, propagate_nan=tl.PropagateNan.ALL)
-        sign = (g.to(tl.int32, bitcast=True) ^ u.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-        y = _with_sign_of(sign, ratio * (gate_cap * up_cap))
+        if SHORT:
+            capped = _short_tanh(g * (1.0 / gate_cap)) * _short_tanh(u * (1.0 / up_cap))
+            return capped * (_sigmoid(g) * (gate_cap * up_cap))
+        else:
+            A, C, E, less_A, less_C = _situ_parts(g, u, gate_cap, up_cap, CAP_4)
+            over = _reciprocal((1.0 + A) * (1.0 + C) * (1.0 + E))
+            ratio = less_A * less_C * tl.where(g < 0, E, 1.0) * over
+            # Rounding must not exceed the bound; a NaN stays one.
+            ratio = tl.minimum(ratio, 1.0, propagate_nan=tl.PropagateNan.ALL)
+            signs = g.to(tl.int32, bitcast=True) ^ u.to(tl.int32, bitcast=True)
+            return _with_sign(signs, ratio * (gate_cap * up_cap))
+    elif UNIT == "swiglu":
+        return g * _sigmoid(g) * u
     else:
-        decay, numerator, _ = _sigmoid_parts(g)
-        y = numerator * _reciprocal(1.0 + decay) * u
-        if UNIT == "swiglu":
-            y *= g
-    return y
+        return _sigmoid(g) * u
 
 
 @triton.jit
 def _gradients(g, u, d, gate_cap, up_cap, UNIT: tl.constexpr, CAP_4: tl.constexpr):
-    """d y/d gate and d y/d up, times d. No term is a difference that could cancel, but sums of SwiGLU's."""
+    """The gradients of gate and up, d being that of the output."""
     if UNIT == "situ":
         A, C, E, less_A, less_C = _situ_parts(g, u, gate_cap, up_cap, CAP_4)
         over_A, over_C, over_E = _reciprocal(1.0 + A), _reciprocal(1.0 + C), _reciprocal(1.0 + E)
-        capped_gate = gate_cap * _with_sign_of(g, less_A * over_A)
-        capped_up = up_cap * _with_sign_of(u, less_C * over_C)
-        d_sig = d * (tl.where(g < 0, E, 1.0) * over_E)  # sig(g)
+        capped_gate = _with_sign(g.to(tl.int32, bitcast=True), less_A * over_A) * gate_cap
+        capped_up = _with_sign(u.to(tl.int32, bitcast=True), less_C * over_C) * up_cap
+        d_sig = d * (tl.where(g < 0, E, 1.0) * over_E)  # times sig(g)
         # d/dg [cap tanh(g/cap) sig(g)] = sig(g) (tanh'(g/cap) + cap tanh(g/cap) sig(-g))
         slope = 4.0 * A * (over_A * over_A) + capped_gate * (tl.where(g < 0, 1.0, E) * over_E)
         return d_sig * capped_up * slope, d_sig * capped_gate * (4.0 * C * (over_C * over_C))
     else:
-        decay, of_g, of_minus_g = _sigmoid_parts(g)
-        over = _reciprocal(1.0 + decay)
-        sig, complement = of_g * over, of_minus_g * over
+        sig, complement = _sigmoid(g), _sigmoid(-g)
         if UNIT == "swiglu":
             return d * u * sig * (1.0 + g * complement), d * sig * g
         else:
@@ -104,32 +127,38 @@ def _gradients(g, u, d, gate_cap, up_cap, UNIT: tl.constexpr, CAP_4: tl.constexp
 
 
 @triton.jit
-def _places(T, F, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Rows `[ROWS, 1]` in 64 bits, columns `[1, COLS]`, and which of them there are."""
-    slices = tl.cdiv(F, COLS)
-    row = (tl.program_id(0) // slices).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    col = (tl.program_id(0) % slices).to(tl.int64) * COLS + tl.arange(0, COLS)[None, :]
+def _places(T, F, SLICES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Rows `[ROWS, 1]` and columns `[1, COLS]` of a program in 64 bits, and which of them there are."""
+    program = tl.program_id(0).to(tl.int64)
+    if SLICES == 0:
+        first_row, first_col = program * 0, program * COLS
+    else:
+        first_row, first_col = program // SLICES * ROWS, program % SLICES * COLS
+    row = first_row + tl.arange(0, ROWS)[:, None]
+    col = first_col + tl.arange(0, COLS)[None, :]
     return row, col, (row < T) & (col < F)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _forward(
     gate, gate_row: tl.int64, up, up_row: tl.int64, out, T, F, gate_cap, up_cap,
-    UNIT: tl.constexpr, CAP_4: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    UNIT: tl.constexpr, CAP_4: tl.constexpr, SHORT: tl.constexpr,
+    SLICES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, col, inside = _places(T, F, ROWS, COLS)
+    row, col, inside = _places(T, F, SLICES, ROWS, COLS)
     g = tl.load(gate + row * gate_row + col, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_row + col, mask=inside, other=0.0).to(tl.float32)
-    y = _value(g, u, gate_cap, up_cap, UNIT, CAP_4)
+    y = _value(g, u, gate_cap, up_cap, UNIT, CAP_4, SHORT)
     tl.store(out + row * F + col, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _backward(
-    gate, gate_row: tl.int64, up, up_row: tl.int64, d_out, d_out_row: tl.int64, d_gate, d_up, T, F, gate_cap, up_cap,
-    UNIT: tl.constexpr, CAP_4: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    gate, gate_row: tl.int64, up, up_row: tl.int64, d_out, d_out_row: tl.int64, d_gate, d_up,
+    T, F, gate_cap, up_cap, UNIT: tl.constexpr, CAP_4: tl.constexpr,
+    SLICES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, col, inside = _places(T, F, ROWS, COLS)
+    row, col, inside = _places(T, F, SLICES, ROWS, COLS)
     g = tl.load(gate + row * gate_row + col, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_row + col, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(d_out + row * d_out_row + col, mask=inside, other=0.0).to(tl.float32)
@@ -143,26 +172,31 @@ ONE_ROW = {"ROWS": 1, "COLS": 2048, "num_warps": 8}
 APART = {"ROWS": 8, "COLS": 256, "num_warps": 8}
 
 
-def _rows(*tensors: Tensor) -> tuple[list[Tensor], dict[str, int]]:
-    """Each as `[T, F]` with adjacent columns, and the tile for them."""
+def short_tanh(dtype: torch.dtype) -> bool:
+    """Whether results in `dtype` may be made with the card's tanh."""
+    return bool(PTX) and dtype == torch.bfloat16
+
+
+def _rows(*tensors: Tensor) -> tuple[list[Tensor], tuple[int], dict[str, int]]:
+    """Each as `[T, F]` with adjacent columns; the grid over them, and its tile."""
     if all(x.is_contiguous() for x in tensors):
-        return [x.view(1, -1) for x in tensors], ONE_ROW
-    rows = [x.reshape(-1, x.shape[-1]) for x in tensors]
-    return [x if x.stride(1) == 1 else x.contiguous() for x in rows], APART
-
-
-def _programs(x: Tensor, tile: dict[str, int]) -> tuple[int]:
-    return (triton.cdiv(x.shape[0], tile["ROWS"]) * triton.cdiv(x.shape[1], tile["COLS"]),)
+        rows, tile = [x.view(1, -1) for x in tensors], ONE_ROW
+    else:
+        rows, tile = [x.reshape(-1, x.shape[-1]) for x in tensors], APART
+        rows = [x if x.stride(1) == 1 else x.contiguous() for x in rows]
+    T, F = rows[0].shape
+    slices = triton.cdiv(F, tile["COLS"])
+    return rows, (triton.cdiv(T, tile["ROWS"]) * slices,), {**tile, "SLICES": 0 if T == 1 else slices}
 
 
 @torch.library.custom_op("openk3::gated_unit", mutates_args=())
 def _gated_unit(gate: Tensor, up: Tensor, unit: str, gate_cap: float, up_cap: float) -> Tensor:
     out = gate.new_empty(gate.shape)
     if gate.numel():
-        (g, u), tile = _rows(gate, up)
-        _forward[_programs(g, tile)](
+        (g, u), grid, tile = _rows(gate, up)
+        _forward[grid](
             g, g.stride(0), u, u.stride(0), out, *g.shape, gate_cap, up_cap,
-            UNIT=unit, CAP_4=gate_cap == 4, **tile,
+            UNIT=unit, CAP_4=gate_cap == 4, SHORT=short_tanh(gate.dtype), **tile,
         )  # fmt: skip
     return out
 
@@ -178,8 +212,8 @@ def _gated_unit_backward(
 ) -> tuple[Tensor, Tensor]:
     d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
     if gate.numel():
-        (g, u, d), tile = _rows(gate, up, d_out)
-        _backward[_programs(g, tile)](
+        (g, u, d), grid, tile = _rows(gate, up, d_out)
+        _backward[grid](
             g, g.stride(0), u, u.stride(0), d, d.stride(0), d_gate, d_up, *g.shape, gate_cap, up_cap,
             UNIT=unit, CAP_4=gate_cap == 4, **tile,
         )  # fmt: skip
