@@ -19,45 +19,15 @@ may lie apart, and are not copied for that. The backward keeps those two and not
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import"
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from openk3.ops.triton_math import LOG2E, PTX, coarse_tanh, short_exp2, short_reciprocal, short_sigmoid, sigmoid_pair
+
 Tensor = torch.Tensor
-
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-# Triton's interpreter runs no PTX; it computes the same with what it has.
-PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
-
-
-@triton.jit
-def _exp2(x):
-    """2^x, zero below 2^-126: one instruction, where tl.exp2 takes four for the numbers below."""
-    if PTX:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-    else:
-        return tl.exp2(x)
-
-
-@triton.jit
-def _reciprocal(x):
-    """1 / x within 2^-23 of itself."""
-    if PTX:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-    else:
-        return 1.0 / x
-
-
-@triton.jit
-def _short_tanh(x):
-    """tanh within 2^-11 of itself; not in the interpreter."""
-    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
 
 @triton.jit
 def _one_minus(decay, z):
@@ -73,37 +43,32 @@ def _with_sign(bits, magnitude):
 
 
 @triton.jit
-def _sigmoid(x):
-    return _reciprocal(1.0 + _exp2(x * -LOG2E))
-
-
-@triton.jit
 def _situ_parts(g, u, gate_cap, up_cap, CAP_4: tl.constexpr):
     z, w = tl.abs(g) * (2.0 / gate_cap), tl.abs(u) * (2.0 / up_cap)
-    A, C = _exp2(z * -LOG2E), _exp2(w * -LOG2E)
-    E = A * A if CAP_4 else _exp2(tl.abs(g) * -LOG2E)
+    A, C = short_exp2(z * -LOG2E), short_exp2(w * -LOG2E)
+    E = A * A if CAP_4 else short_exp2(tl.abs(g) * -LOG2E)
     return A, C, E, _one_minus(A, z), _one_minus(C, w)
 
 
 @triton.jit
-def _value(g, u, gate_cap, up_cap, UNIT: tl.constexpr, CAP_4: tl.constexpr, SHORT: tl.constexpr):
-    """`SHORT` is right where the result is rounded to bf16."""
+def _value(g, u, gate_cap, up_cap, UNIT: tl.constexpr, CAP_4: tl.constexpr, COARSE: tl.constexpr):
+    """`COARSE` is right where the result is rounded to bf16."""
     if UNIT == "situ":
-        if SHORT:
-            capped = _short_tanh(g * (1.0 / gate_cap)) * _short_tanh(u * (1.0 / up_cap))
-            return capped * (_sigmoid(g) * (gate_cap * up_cap))
+        if COARSE:
+            capped = coarse_tanh(g * (1.0 / gate_cap)) * coarse_tanh(u * (1.0 / up_cap))
+            return capped * (short_sigmoid(g) * (gate_cap * up_cap))
         else:
             A, C, E, less_A, less_C = _situ_parts(g, u, gate_cap, up_cap, CAP_4)
-            over = _reciprocal((1.0 + A) * (1.0 + C) * (1.0 + E))
+            over = short_reciprocal((1.0 + A) * (1.0 + C) * (1.0 + E))
             ratio = less_A * less_C * tl.where(g < 0, E, 1.0) * over
             # Rounding must not exceed the bound; a NaN stays one.
             ratio = tl.minimum(ratio, 1.0, propagate_nan=tl.PropagateNan.ALL)
             signs = g.to(tl.int32, bitcast=True) ^ u.to(tl.int32, bitcast=True)
             return _with_sign(signs, ratio * (gate_cap * up_cap))
     elif UNIT == "swiglu":
-        return g * _sigmoid(g) * u
+        return g * short_sigmoid(g) * u
     else:
-        return _sigmoid(g) * u
+        return short_sigmoid(g) * u
 
 
 @triton.jit
@@ -111,7 +76,7 @@ def _gradients(g, u, d, gate_cap, up_cap, UNIT: tl.constexpr, CAP_4: tl.constexp
     """The gradients of gate and up, d being that of the output."""
     if UNIT == "situ":
         A, C, E, less_A, less_C = _situ_parts(g, u, gate_cap, up_cap, CAP_4)
-        over_A, over_C, over_E = _reciprocal(1.0 + A), _reciprocal(1.0 + C), _reciprocal(1.0 + E)
+        over_A, over_C, over_E = short_reciprocal(1.0 + A), short_reciprocal(1.0 + C), short_reciprocal(1.0 + E)
         capped_gate = _with_sign(g.to(tl.int32, bitcast=True), less_A * over_A) * gate_cap
         capped_up = _with_sign(u.to(tl.int32, bitcast=True), less_C * over_C) * up_cap
         d_sig = d * (tl.where(g < 0, E, 1.0) * over_E)  # times sig(g)
@@ -119,7 +84,7 @@ def _gradients(g, u, d, gate_cap, up_cap, UNIT: tl.constexpr, CAP_4: tl.constexp
         slope = 4.0 * A * (over_A * over_A) + capped_gate * (tl.where(g < 0, 1.0, E) * over_E)
         return d_sig * capped_up * slope, d_sig * capped_gate * (4.0 * C * (over_C * over_C))
     else:
-        sig, complement = _sigmoid(g), _sigmoid(-g)
+        sig, complement = sigmoid_pair(g)
         if UNIT == "swiglu":
             return d * u * sig * (1.0 + g * complement), d * sig * g
         else:
@@ -142,13 +107,13 @@ def _places(T, F, SLICES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def _forward(
     gate, gate_row: tl.int64, up, up_row: tl.int64, out, T, F, gate_cap, up_cap,
-    UNIT: tl.constexpr, CAP_4: tl.constexpr, SHORT: tl.constexpr,
+    UNIT: tl.constexpr, CAP_4: tl.constexpr, COARSE: tl.constexpr,
     SLICES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row, col, inside = _places(T, F, SLICES, ROWS, COLS)
     g = tl.load(gate + row * gate_row + col, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_row + col, mask=inside, other=0.0).to(tl.float32)
-    y = _value(g, u, gate_cap, up_cap, UNIT, CAP_4, SHORT)
+    y = _value(g, u, gate_cap, up_cap, UNIT, CAP_4, COARSE)
     tl.store(out + row * F + col, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -172,7 +137,7 @@ ONE_ROW = {"ROWS": 1, "COLS": 2048, "num_warps": 8}
 APART = {"ROWS": 8, "COLS": 256, "num_warps": 8}
 
 
-def short_tanh(dtype: torch.dtype) -> bool:
+def coarse(dtype: torch.dtype) -> bool:
     """Whether results in `dtype` may be made with the card's tanh."""
     return bool(PTX) and dtype == torch.bfloat16
 
@@ -196,7 +161,7 @@ def _gated_unit(gate: Tensor, up: Tensor, unit: str, gate_cap: float, up_cap: fl
         (g, u), grid, tile = _rows(gate, up)
         _forward[grid](
             g, g.stride(0), u, u.stride(0), out, *g.shape, gate_cap, up_cap,
-            UNIT=unit, CAP_4=gate_cap == 4, SHORT=short_tanh(gate.dtype), **tile,
+            UNIT=unit, CAP_4=gate_cap == 4, COARSE=coarse(gate.dtype), **tile,
         )  # fmt: skip
     return out
 
