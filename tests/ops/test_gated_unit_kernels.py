@@ -56,7 +56,14 @@ def test_halves_of_one_tensor_are_taken_where_they_lie(kind, T, F):
         lambda x: x.view(7, 3, 4).transpose(0, 1),
         lambda x: x[0, 0],
     ],
-    ids=["transposed", "every second column", "one row repeated", "parts of heads", "heads first", "a scalar"],
+    ids=[
+        "transposed",
+        "every second column",
+        "one row repeated",
+        "parts of heads",
+        "heads first",
+        "a scalar",
+    ],
 )
 def test_any_layout_gives_the_result_of_the_contiguous_one(view):
     gate, up, d_out = (view(2 * torch.randn(7, 12)) for _ in range(3))

@@ -20,8 +20,7 @@ def short_exp2(x):
     """2^x, zero below 2^-126: one instruction, where tl.exp2 takes four for the numbers below."""
     if PTX:
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-    else:
-        return tl.exp2(x)
+    return tl.exp2(x)
 
 
 @triton.jit
@@ -29,8 +28,7 @@ def short_reciprocal(x):
     """1 / x within 2^-23 of itself."""
     if PTX:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-    else:
-        return 1.0 / x
+    return 1.0 / x
 
 
 @triton.jit

@@ -128,7 +128,9 @@ def l2_norm(
 def _kernels_take(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """What KERNELS says in words; rows are counted in 32 bits."""
     d = x.shape[-1]
-    return 1 <= d <= 8192 and x.numel() < d << 30 and all(y is None or y.dtype != torch.float64 for y in others)
+    return (
+        1 <= d <= 8192 and x.numel() < d << 30 and all(y is None or y.dtype != torch.float64 for y in others)
+    )
 
 
 def _check(operator: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from openk3.ops.triton_math import short_sigmoid, sigmoid_pair
+from openk3.ops.triton_math import short_sigmoid
 
 Tensor = torch.Tensor
 
@@ -225,4 +225,3 @@ def l2_norm(x: Tensor, eps: float) -> Tensor:
     """See `openk3.ops.norm.l2_norm`."""
     y: Tensor = torch.ops.openk3.row_norm(x, None, None, eps, False)
     return y
-
