@@ -4,7 +4,7 @@
     PYTHONPATH=src python bench/elementwise.py h200 --variants   times of other tiles, nothing merged
 
 All in bf16, gains in fp32. The floor is every input read and every output written once: forward, and forward
-with the gradients of all inputs. Peers are compiled from the equations of `reference.py`. Times are medians by
+with the gradients of all inputs. torch.compile is given the equations of `reference.py`. Times are medians by
 CUDA events, L2 cache flushed.
 """
 
@@ -19,6 +19,7 @@ from itertools import product
 from unittest.mock import patch
 
 import torch
+import triton
 from gpu_timing import Ceilings, ceilings, milliseconds
 from kda_fla import compile_candidates_together
 from rows import merge, row
@@ -186,49 +187,46 @@ def measure(work: Work, limits: Ceilings) -> list[dict[str, object]]:
     return rows
 
 
-def try_variants(limits: Ceilings) -> None:
-    """Each pass alone, over tiles."""
-    operators = torch.ops.openk3
+def try_situ_tiles(limits: Ceilings) -> None:
+    """Each pass alone, on halves of one tensor and on two."""
+    operators, caps = torch.ops.openk3, ("situ", 4.0, 25.0)
     gate, up = halves(131072, 6144)
-    d = torch.randn(131072, 3072, device="cuda").bfloat16()
-    beside = [x.contiguous() for x in (gate, up)]
-    caps = ("situ", 4.0, 25.0)
-    for columns, per_thread, warps in product((256, 512), (8, 16), (4, 8, 16)):
-        rows = per_thread * 32 * warps // columns
-        apart = {"ROWS": rows, "COLS": columns, "num_warps": warps}
-        one = {"ROWS": 1, "COLS": rows * columns, "num_warps": warps}
-        passes = {
-            "forward, halves": (3, lambda: operators.gated_unit(gate, up, *caps)),
-            "forward, two": (3, lambda: operators.gated_unit(*beside, *caps)),
-            "backward, halves": (5, lambda: operators.gated_unit_backward(gate, up, d, *caps)),
-        }
-        with patch.multiple(gated_unit_kernels, APART=apart, ONE_ROW=one), reported(str(apart)):
-            for name, (count, call) in passes.items():
-                show(f"situ {name} {apart}", call, limits.floor(count * d.numel() * 2, 0))
-    with patch.object(gated_unit_kernels, "coarse", lambda dtype: False), reported("the exact forward"):
-        floor = limits.floor(3 * d.numel() * 2, 0)
-        show("situ forward without tanh.approx", lambda: operators.gated_unit(gate, up, *caps), floor)
-    del gate, up, d, beside
+    two = [gate.contiguous(), up.contiguous()]
+    d_y = torch.randn_like(two[0])
 
-    for work in WORKS[1:]:
-        x, *gate_and_gain = work.draw(*work.shape)
-        gain, logits = gate_and_gain[-1], gate_and_gain[0] if len(gate_and_gain) == 2 else None
-        forward, both = work.passes
-        D = norm_kernels.triton.next_power_of_2(x.shape[-1])
-        for values, warps in product((1024, 2048, 4096, 8192), (4, 8, 16, 32)):
-            per_thread = max(values, D) // (32 * warps)
-            if not 4 <= per_thread <= 32 or (values < D and values > 1024):
-                continue
-            tile = {"ROWS": max(1, values // D), "D": D, "num_warps": warps}
-            passes = {
-                "forward": (forward, lambda: operators.row_norm(x, gain, logits, EPS, True)),
-                "backward": (
-                    both - forward, lambda: operators.row_norm_backward(x, gain, logits, EPS, True, x)
-                ),
-            }  # fmt: skip
-            with patch.object(norm_kernels, "tile_of", lambda *_: tile), reported(str(tile)):  # noqa: B023
-                for name, (count, call) in passes.items():
-                    show(f"{work.name.format(name)} {tile}", call, limits.floor(count * x.numel() * 2, 0))
+    def show_passes(tile: str) -> None:
+        floor = limits.floor(d_y.numel() * 2, 0)
+        show(f"situ forward, halves {tile}", lambda: operators.gated_unit(gate, up, *caps), 3 * floor)
+        show(f"situ forward, two {tile}", lambda: operators.gated_unit(*two, *caps), 3 * floor)
+        show(f"situ backward {tile}", lambda: operators.gated_unit_backward(*two, d_y, *caps), 5 * floor)
+
+    with patch.object(gated_unit_kernels, "coarse", lambda dtype: False), reported("the exact forward"):
+        show_passes("without tanh.approx")
+    for per_thread, warps in product((8, 16), (4, 8, 16)):
+        values = per_thread * 32 * warps
+        tiles = {
+            "APART": {"ROWS": values // 256, "COLS": 256, "num_warps": warps},
+            "ONE_ROW": {"ROWS": 1, "COLS": values, "num_warps": warps},
+        }
+        with patch.multiple(gated_unit_kernels, **tiles), reported(f"{values} values, {warps} warps"):
+            show_passes(f"{values} values, {warps} warps")
+
+
+def try_norm_tiles(work: Work, limits: Ceilings) -> None:
+    """Each pass alone."""
+    operators = torch.ops.openk3
+    x, *logits, gain = work.draw(*work.shape)
+    arguments = x, gain, logits[0] if logits else None, EPS, True
+    forward, both = (limits.floor(n * x.numel() * 2, 0) for n in work.passes)
+    D = triton.next_power_of_2(x.shape[-1])
+    for values, warps in product((1024, 2048, 4096, 8192), (4, 8, 16, 32)):
+        if (values < D and values != 1024) or not 4 <= max(values, D) // (32 * warps) <= 32:
+            continue
+        tile = {"ROWS": max(1, values // D), "D": D, "num_warps": warps}
+        what = f"{work.name.format('')} {tile}"
+        with patch.object(norm_kernels, "tile_of", lambda *_, tile=tile: tile), reported(what):
+            show(f"forward {what}", lambda: operators.row_norm(*arguments), forward)
+            show(f"backward {what}", lambda: operators.row_norm_backward(*arguments, x), both - forward)
 
 
 def show(what: str, call: Callable[[], object], floor: float) -> None:
@@ -263,7 +261,9 @@ def main() -> int:
             good.append(work)
     limits = ceilings()
     if arguments.variants:
-        try_variants(limits)
+        try_situ_tiles(limits)
+        for work in WORKS[1:]:
+            try_norm_tiles(work, limits)
         return 0
     rows = []
     for work in good:

@@ -98,7 +98,7 @@ def test_situ_at_the_ends_of_the_range():
 @pytest.mark.parametrize("dtype", LIMIT)
 @pytest.mark.parametrize(
     "shape",
-    [(1, 2), (5000, 512), (3, 7168), (500, 7168), (700, 96, 128), (300, 1536), (1000, 100), (9, 8192)],
+    [(1, 40), (5000, 512), (3, 7168), (500, 7168), (700, 96, 128), (300, 1536), (1000, 100), (9, 8192)],
 )
 def test_norms_of_rows_of_any_length(name, dtype, shape):
     inputs = [torch.randn(shape, device="cuda").to(dtype) for _ in range(2)]

@@ -1,19 +1,19 @@
 """Gated units act(gate) * up on the GPU: SiTU-GLU, SwiGLU and GLU, one pass forward and one backward.
 
 In bf16 the forward moves 6 bytes an element and the backward 10. While memory does that, an SM of an H200 has
-time for 5 and 9 special functions an element and for 45 and 75 instructions, and a formula must stay well below.
+time for 5 and 9 special functions an element, and for 45 and 75 instructions: a formula must stay well below.
 
 SiTU-GLU in bf16 takes the card's tanh, whose relative error is 2^-11 at most (PTX ISA, tanh.approx.f32): an
-element is then within 2^-10 of the equation before it is rounded, by up to 2^-8. Other dtypes and all gradients are
-within 5e-6, made of exponentials of negative numbers, so that nothing overflows or cancels:
+element is then within 2^-10 of the equation before it is rounded, by up to 2^-8. Other dtypes and all
+gradients are within 5e-6, made of exponentials of negative numbers, so that nothing overflows or cancels:
 
     A = e^(-2|g|/cap_g),  E = e^-|g|,  C = e^(-2|u|/cap_u)
     |y| = cap_g cap_u (1 - A)(1 - C) [E if g < 0] / ((1 + A)(1 + E)(1 + C))
 
 E is A^2 at the released cap of 4; a series stands for 1 - A where it is small. What is below 2^-126 is zero.
 
-gate and up are two tensors, as the feed-forward networks and the experts hold them, or the halves of one: rows
-may lie apart, and are not copied for that. The backward keeps those two and nothing else.
+gate and up are two tensors, as the feed-forward networks and the experts hold them, or the halves of one:
+rows may lie apart, and are not copied for that. The backward keeps those two and nothing else.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import"

@@ -9,7 +9,15 @@ from openk3.ops.dispatch import Implementation, Kernel, choose
 
 __all__ = ["glu", "swiglu"]
 
-KERNELS = (Kernel("swiglu, glu", takes="any shape, rows may lie apart; bf16, fp16 or fp32", checked_on=""),)
+KERNELS = tuple(
+    Kernel(
+        function,
+        takes="any shape, rows may lie apart; bf16, fp16 or fp32",
+        checked_on="no device yet",
+        compiles_for=("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"),
+    )
+    for function in __all__
+)
 
 
 def swiglu(
@@ -19,7 +27,8 @@ def swiglu(
 
     Args:
         gate, up: `[..., F]`, one shape, one floating dtype, one device. Computed in fp32 for half precisions.
-        implementation: force "reference", "eager" or "triton" (not float64); by default the fastest for the device.
+        implementation: force "reference", "eager" or "triton" (not float64); by default the fastest for the
+            device.
 
     Returns:
         `[..., F]` in the inputs' dtype. The backward keeps the two inputs.

@@ -14,12 +14,14 @@ from openk3.ops.inputs import check_floating
 
 __all__ = ["gated_rms_norm", "l2_norm", "rms_norm"]
 
-KERNELS = (
+KERNELS = tuple(
     Kernel(
-        "rms_norm, gated_rms_norm, l2_norm",
+        function,
         takes="rows of 1 to 8192 values, which may lie apart; bf16, fp16 or fp32",
-        checked_on="",
-    ),
+        checked_on="no device yet",
+        compiles_for=("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"),
+    )
+    for function in __all__
 )
 
 

@@ -1,13 +1,13 @@
 """The norms on the GPU: RMSNorm, with and without a sigmoid gate, and the L2 norm; fp32 inside.
 
-y = x * inv * weight * sigmoid(gate), inv = (sum(x^2) / divisor + eps)^-1/2, without weight or gate where there
-is none. A program holds whole rows in registers, several where they are short, so that each direction is one
-pass. The backward keeps the inputs alone: it has each row in registers anyway, so that making inv again costs
-no byte, and a kept one costs 4 a row twice.
+y = x * inv * weight * sigmoid(gate), inv = (sum(x^2) / divisor + eps)^-1/2, without weight or gate where
+there is none. A program holds whole rows in registers, several where they are short: each direction is one
+pass. The backward keeps the inputs alone: it has each row in registers anyway, so that making inv again
+costs no byte, and a kept one costs 4 a row twice.
 
 The backward runs as many programs as the card holds at once. Each walks over its rows with the next ones on
-their way, and adds up the gradient of the gain; those sums are then added in one order. Nothing adds atomically.
-Rows may lie apart, on up to two axes, as heads of a wider projection do.
+their way, and adds up the gradient of the gain; those sums are then added in one order. Nothing adds
+atomically. Rows may lie apart, on up to two axes, as heads of a wider projection do.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import"
@@ -132,7 +132,7 @@ def programs_at_once(x: Tensor, tile: dict[str, int]) -> int:
 
 
 def _rows(*tensors: Tensor | None) -> tuple[list[Tensor | None], int, int]:
-    """Each as `[A, B, d]` with adjacent columns, and the number of rows and B: 1 where all rows are adjacent."""
+    """Each as `[A, B, d]` with adjacent columns, the number of rows, and B: 1 if rows are adjacent."""
     given = [x for x in tensors if x is not None]
     shape: tuple[int, ...] = (-1, 1, given[0].shape[-1])
     if given[0].dim() > 2 and not all(x.is_contiguous() for x in given):
