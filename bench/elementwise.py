@@ -150,7 +150,7 @@ def check(work: Work) -> None:
     torch.cuda.set_sync_debug_mode("default")
     found = errors(work.ours, work, inputs)
     print(work.name.format("..."), "errors of the output and the gradients:", *(f"{e:.1e}" for e in found))
-    for name, peer in work.peers().items():
+    for name, peer in {"the equation, in torch": work.plain, **work.peers()}.items():
         with reported(f"errors of {name}"):
             print(f"  {name}:", *(f"{e:.1e}" for e in errors(peer, work, inputs)))
     if not max(found) < LIMIT or not all(map(torch.equal, mine, again)):
@@ -219,8 +219,8 @@ def try_norm_tiles(work: Work, limits: Ceilings) -> None:
     arguments = x, gain, logits[0] if logits else None, EPS, True
     forward, both = (limits.floor(n * x.numel() * 2, 0) for n in work.passes)
     D = triton.next_power_of_2(x.shape[-1])
-    for values, warps in product((1024, 2048, 4096, 8192), (4, 8, 16, 32)):
-        if (values < D and values != 1024) or not 4 <= max(values, D) // (32 * warps) <= 32:
+    for values, warps in product((2048, 4096, 8192), (4, 8, 16)):
+        if (values < D and values != 2048) or not 4 <= max(values, D) // (32 * warps) <= 32:
             continue
         tile = {"ROWS": max(1, values // D), "D": D, "num_warps": warps}
         what = f"{work.name.format('')} {tile}"

@@ -128,7 +128,8 @@ def programs_at_once(x: Tensor, tile: dict[str, int]) -> int:
     if not x.is_cuda:
         return 3  # in the interpreter: so that a program walks over several tiles
     warps = 24 if tile["ROWS"] * tile["D"] <= BACKWARD_TILE else 16
-    return torch.cuda.get_device_properties(x.device).multi_processor_count * (warps // tile["num_warps"])
+    on_each = max(1, warps // tile["num_warps"])
+    return on_each * torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 def _rows(*tensors: Tensor | None) -> tuple[list[Tensor | None], int, int]:
