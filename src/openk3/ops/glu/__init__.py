@@ -13,7 +13,7 @@ KERNELS = tuple(
     Kernel(
         function,
         takes="any shape, rows may lie apart; bf16, fp16 or fp32",
-        checked_on="no device yet",
+        checked_on="none yet",
         compiles_for=("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"),
     )
     for function in __all__
