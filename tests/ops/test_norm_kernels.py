@@ -131,3 +131,15 @@ def test_torch_compile_sees_one_graph():
     expected = torch.autograd.grad(loss(*leaves), leaves)
     for mine, same in zip(torch.autograd.grad(compiled(*leaves), leaves), expected, strict=True):
         torch.testing.assert_close(mine, same, rtol=1e-6, atol=1e-6)
+
+
+@every_operator
+def test_a_row_does_not_depend_on_the_others(name):
+    """To the bit: whatever is beside it in the batch, and wherever its tile begins."""
+    tensors, d_y = inputs((90, 48), torch.float32), torch.randn(90, 48)
+    few = {key: value if key == "w" else value[37:40] for key, value in tensors.items()}
+    everything = run(name, tensors, d_y, implementation="triton")
+    alone = run(name, few, d_y[37:40], implementation="triton")
+    for mine, all_rows in zip(alone, everything, strict=True):
+        if all_rows.dim() == 2:  # the gain's gradient does depend on all
+            assert torch.equal(mine, all_rows[37:40])
