@@ -53,7 +53,7 @@ def assert_equals_float64(call, inputs, d_y, limit):
 
 @pytest.mark.parametrize("kind", UNIT)
 @pytest.mark.parametrize("dtype", LIMIT)
-@pytest.mark.parametrize(("T", "F"), [(1, 1), (300, 3072), (37, 416), (129, 100), (5, 33)])
+@pytest.mark.parametrize(("T", "F"), [(2, 9), (300, 3072), (37, 416), (5, 33)])
 def test_gated_units_on_halves_of_one_tensor_and_on_two(kind, dtype, T, F):
     both = (3 * torch.randn(T, 2 * F, device="cuda")).to(dtype)
     d_y = torch.randn(T, F, device="cuda").to(dtype)
@@ -96,10 +96,7 @@ def test_situ_at_the_ends_of_the_range():
 
 @pytest.mark.parametrize("name", NORM)
 @pytest.mark.parametrize("dtype", LIMIT)
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 40), (5000, 512), (3, 7168), (500, 7168), (700, 96, 128), (300, 1536), (1000, 100), (9, 8192)],
-)
+@pytest.mark.parametrize("shape", [(1, 40), (5000, 512), (500, 7168), (700, 96, 128), (999, 100), (9, 8192)])
 def test_norms_of_rows_of_any_length(name, dtype, shape):
     inputs = [torch.randn(shape, device="cuda").to(dtype) for _ in range(2)]
     inputs.append(torch.rand(shape[-1], device="cuda") + 0.5)
