@@ -1,4 +1,4 @@
-"""Compile the KDA and short convolution kernels for cards that are not here, as dispatch launches them.
+"""Compile the GPU kernels for cards that are not here, as dispatch launches them.
 
     python tools/compile_kernels.py [sm_86 ...]
 
@@ -98,6 +98,12 @@ def compile_for(
     ):
         label = "bf16"
         _launch_short_conv(torch.bfloat16)
+        for dtype in dtypes:
+            name = "bf16" if dtype == torch.bfloat16 else "fp32"
+            label = f"of a gated unit {name}"
+            _launch_gated_units(dtype)
+            label = f"of a norm {name}"
+            _launch_norms(dtype)
         for K in head_sizes:
             for dtype in dtypes:
                 label = f"K={K} {'bf16' if dtype == torch.bfloat16 else 'fp32'}"
@@ -193,6 +199,25 @@ def _launch_short_conv(dtype: torch.dtype) -> None:
     kernels._states_at._init_fn(x, cu_seqlens, state, cu_seqlens, 4)
 
 
+def _launch_gated_units(dtype: torch.dtype) -> None:
+    from openk3.ops import gated_unit_kernels as kernels
+
+    for gate, up in (_empty(8192, 6144, dtype=dtype).chunk(2, dim=1), [_empty(8192, 3072, dtype=dtype)] * 2):
+        for unit, gate_cap in (("situ", 4.0), ("situ", 3.0), ("swiglu", 1.0), ("glu", 1.0)):
+            kernels._gated_unit._init_fn(gate, up, unit, gate_cap, 25.0)
+            kernels._gated_unit_backward._init_fn(gate, up, up, unit, gate_cap, 25.0)
+
+
+def _launch_norms(dtype: torch.dtype) -> None:
+    from openk3.ops.norm import kernels
+
+    for d in (64, 128, 256, 512, 1024, 1536, 3584, 7168, 8192):
+        x, weight = _empty(4096, 2, 2 * d, dtype=dtype).chunk(2, dim=2)[0], _empty(d)
+        for gate in (None, x):
+            kernels._row_norm._init_fn(x, weight, gate, 1e-5, True)
+            kernels._row_norm_backward._init_fn(x, weight, gate, 1e-5, True, x)
+
+
 def main() -> int:
     wanted = sys.argv[1:] or list(CARDS)
     print(f"torch {torch.__version__}, Triton {triton.__version__}")
@@ -203,7 +228,7 @@ def main() -> int:
             bad += not fits
             verdict = "" if fits else f"  {kernel.failed or 'MORE THAN THE CARD HAS'}"
             print(
-                f"{card:7} {name:28} {kernel.shared / 1024:6.1f} of {CARDS[card]} KB "
+                f"{card:7} {name:32} {kernel.shared / 1024:6.1f} of {CARDS[card]} KB "
                 f"{kernel.registers:4} registers {kernel.spilled:5} B of stack{verdict}",
                 flush=True,
             )

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from openk3.cli.doctor import _kernel_line
 from openk3.errors import InvalidInput, KernelUnavailable
-from openk3.ops import kda, short_conv
+from openk3.ops import glu, kda, norm, short_conv, situ
 from openk3.ops.dispatch import Kernel
 from openk3.ops.kda import DraftWindow, MixerWeights, gated, kda_decode, kda_verify
 
@@ -119,6 +119,34 @@ def test_short_conv_takes_what_it_declares(taps, dtype):
             short_conv.short_conv(x, torch.zeros(4, taps, dtype=dtype), cu_seqlens, implementation="triton")
 
 
+@pytest.mark.parametrize("dtype", [bf16, fp16, fp32, fp64])
+@pytest.mark.parametrize("d", [0, 1, 8192, 8193])
+@pytest.mark.parametrize("function", ["rms_norm", "gated_rms_norm", "l2_norm"])
+def test_norms_take_what_they_declare(function, d, dtype):
+    takes = declared(norm.KERNELS, function)
+    assert takes == "rows of 1 to 8192 values, which may lie apart; bf16, fp16 or fp32"
+    x = torch.ones(2, d, dtype=dtype)
+    arguments = {"rms_norm": (x[0], 1e-5), "gated_rms_norm": (x, x[0], 1e-5), "l2_norm": ()}[function]
+    if 1 <= d <= 8192 and dtype != fp64:
+        assert getattr(norm, function)(x, *arguments, implementation="triton").shape == x.shape
+    else:
+        with pytest.raises(KernelUnavailable):
+            getattr(norm, function)(x, *arguments, implementation="triton")
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp16, fp32, fp64])
+@pytest.mark.parametrize("unit", [situ.situ_glu, glu.swiglu, glu.glu])
+def test_gated_units_take_what_they_declare(unit, dtype):
+    kernels = situ.KERNELS if unit is situ.situ_glu else glu.KERNELS
+    assert declared(kernels, unit.__name__) == "any shape, rows may lie apart; bf16, fp16 or fp32"
+    gate, up = torch.ones(2, 3, 2, dtype=dtype).unbind(2)
+    if dtype != fp64:
+        assert unit(gate, up, implementation="triton").shape == (2, 3)
+    else:
+        with pytest.raises(KernelUnavailable):
+            unit(gate, up, implementation="triton")
+
+
 @pytest.mark.parametrize(
     ("capability", "says"),
     [
@@ -150,7 +178,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 def test_declared_cards_are_those_that_are_compiled_for():
     cards = set(compiled("print(*c.CARDS)").split())
-    for kernel in (*kda.KERNELS, *short_conv.KERNELS):
+    for kernel in (*kda.KERNELS, *short_conv.KERNELS, *situ.KERNELS, *glu.KERNELS, *norm.KERNELS):
         if kernel.compiles_for:
             assert set(kernel.compiles_for) == cards - {"sm_90"}
 

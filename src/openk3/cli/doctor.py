@@ -72,6 +72,8 @@ def doctor(
             operators.add_row(name, "eager", "the CPU path")
         elif not own:
             operators.add_row(name, "eager", "no GPU kernel yet")
+        elif not any(kernel.checked for kernel in own):
+            operators.add_row(name, "eager", "no card has run its kernels yet: only where asked for")
         elif problem:
             operators.add_row(name, "error", problem)
         else:

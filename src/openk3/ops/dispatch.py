@@ -22,6 +22,9 @@ Implementation = Literal["reference", "eager", "triton"]
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
+NOWHERE = "none yet"
+
+
 @dataclass(frozen=True)
 class Kernel:
     """What an operator's package says of its GPU kernels, in `KERNELS`, for people to read."""
@@ -30,6 +33,11 @@ class Kernel:
     takes: str  # inputs; others run as eager by default, and are refused where "triton" is forced
     checked_on: str  # devices and their compute capabilities
     compiles_for: tuple[str, ...] = ()  # others that it was only compiled for (tools/compile_kernels.py)
+
+    @property
+    def checked(self) -> bool:
+        """Whether a card has run it; if none has, it runs only where it is asked for."""
+        return self.checked_on != NOWHERE
 
 
 def triton_problem(device_type: str) -> str | None:
@@ -42,15 +50,21 @@ def triton_problem(device_type: str) -> str | None:
 
 
 def choose(
-    operator: str, x: torch.Tensor, wanted: Implementation | None, *, kernels: bool = True
+    operator: str,
+    x: torch.Tensor,
+    wanted: Implementation | None,
+    *,
+    kernels: bool = True,
+    by_default: bool = True,
 ) -> Implementation:
     """The implementation that will run `operator` on `x`: `wanted`, or the fastest for its device.
 
     `kernels` is False where no GPU kernel takes the inputs: the default is "eager" on every device then. No
-    kernel takes float64, the precision of oracles.
+    kernel takes float64, the precision of oracles. `by_default` is False where no card has checked the
+    kernels: they run only if "triton" is forced.
     """
     kernels = kernels and x.dtype != torch.float64
-    chosen = wanted or ("triton" if x.is_cuda and kernels else "eager")
+    chosen = wanted or ("triton" if x.is_cuda and kernels and by_default else "eager")
     if chosen == "triton" and not kernels:
         raise KernelUnavailable(f"{operator}: has no Triton kernel for this; ask for implementation='eager'")
     if chosen == "triton" and (problem := triton_problem(x.device.type)):

@@ -5,9 +5,19 @@ from __future__ import annotations
 import torch
 
 from openk3.errors import InvalidInput
-from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
 
 __all__ = ["glu", "swiglu"]
+
+KERNELS = tuple(
+    Kernel(
+        function,
+        takes="any shape, rows may lie apart; bf16, fp16 or fp32",
+        checked_on=NOWHERE,
+        compiles_for=("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"),
+    )
+    for function in __all__
+)
 
 
 def swiglu(
@@ -17,7 +27,8 @@ def swiglu(
 
     Args:
         gate, up: `[..., F]`, one shape, one floating dtype, one device. Computed in fp32 for half precisions.
-        implementation: force "reference" or "eager"; by default the fastest for the device.
+        implementation: force "reference", "eager" or "triton" (not float64); by default the fastest for the
+            device.
 
     Returns:
         `[..., F]` in the inputs' dtype. The backward keeps the two inputs.
@@ -27,15 +38,19 @@ def swiglu(
         KernelUnavailable: the forced implementation cannot run here.
     """
     _check("swiglu", gate, up)
-    match choose("swiglu", gate, implementation, kernels=False):
+    match choose("swiglu", gate, implementation, by_default=KERNELS[0].checked):
         case "reference":
             from openk3.ops.glu import reference
 
             return reference.swiglu(gate, up)
-        case _:
+        case "eager":
             from openk3.ops.glu import eager
 
             return eager.swiglu(gate, up)
+        case "triton":
+            from openk3.ops.glu import kernels
+
+            return kernels.swiglu(gate, up)
 
 
 def glu(
@@ -43,15 +58,19 @@ def glu(
 ) -> torch.Tensor:
     """sigmoid(gate) * up; arguments, result and errors as in `swiglu`."""
     _check("glu", gate, up)
-    match choose("glu", gate, implementation, kernels=False):
+    match choose("glu", gate, implementation, by_default=KERNELS[0].checked):
         case "reference":
             from openk3.ops.glu import reference
 
             return reference.glu(gate, up)
-        case _:
+        case "eager":
             from openk3.ops.glu import eager
 
             return eager.glu(gate, up)
+        case "triton":
+            from openk3.ops.glu import kernels
+
+            return kernels.glu(gate, up)
 
 
 def _check(operator: str, gate: torch.Tensor, up: torch.Tensor) -> None:

@@ -9,10 +9,20 @@ from __future__ import annotations
 import torch
 
 from openk3.errors import InvalidInput
-from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
 
 __all__ = ["gated_rms_norm", "l2_norm", "rms_norm"]
+
+KERNELS = tuple(
+    Kernel(
+        function,
+        takes="rows of 1 to 8192 values, which may lie apart; bf16, fp16 or fp32",
+        checked_on=NOWHERE,
+        compiles_for=("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"),
+    )
+    for function in __all__
+)
 
 
 def rms_norm(
@@ -28,7 +38,8 @@ def rms_norm(
         x: `[..., d]`, floating.
         weight: gain `[d]`, floating (its dtype may differ from x's), or None for no gain.
         eps: added to the mean square; positive (1e-5 in the release, 1e-6 in the MLA latents).
-        implementation: force "reference" or "eager"; by default the fastest for the device.
+        implementation: force "reference", "eager" or "triton" (rows of 1 to 8192 values, not float64); by
+            default the fastest that takes the inputs on their device.
 
     Returns:
         `[..., d]` in x's dtype.
@@ -38,11 +49,13 @@ def rms_norm(
         KernelUnavailable: the forced implementation cannot run here.
     """
     _check("rms_norm", x, weight, eps)
-    match choose("rms_norm", x, implementation, kernels=False):
+    match _choose("rms_norm", implementation, x, weight):
         case "reference":
             from openk3.ops.norm.reference import rms_norm as run
-        case _:
+        case "eager":
             from openk3.ops.norm.eager import rms_norm as run
+        case "triton":
+            from openk3.ops.norm.kernels import rms_norm as run
     return run(x, weight, eps)
 
 
@@ -76,11 +89,13 @@ def gated_rms_norm(
         raise InvalidInput(
             f"gated_rms_norm: gate_logits is {tuple(gate_logits.shape)}, must be {tuple(x.shape)} as x"
         )
-    match choose("gated_rms_norm", x, implementation, kernels=False):
+    match _choose("gated_rms_norm", implementation, x, gate_logits, weight):
         case "reference":
             from openk3.ops.norm.reference import gated_rms_norm as run
-        case _:
+        case "eager":
             from openk3.ops.norm.eager import gated_rms_norm as run
+        case "triton":
+            from openk3.ops.norm.kernels import gated_rms_norm as run
     return run(x, gate_logits, weight, eps)
 
 
@@ -102,12 +117,28 @@ def l2_norm(
         KernelUnavailable: the forced implementation cannot run here.
     """
     _check("l2_norm", x, None, eps)
-    match choose("l2_norm", x, implementation, kernels=False):
+    match _choose("l2_norm", implementation, x):
         case "reference":
             from openk3.ops.norm.reference import l2_norm as run
-        case _:
+        case "eager":
             from openk3.ops.norm.eager import l2_norm as run
+        case "triton":
+            from openk3.ops.norm.kernels import l2_norm as run
     return run(x, eps)
+
+
+def _choose(
+    operator: str, wanted: Implementation | None, x: torch.Tensor, *others: torch.Tensor | None
+) -> Implementation:
+    return choose(operator, x, wanted, kernels=_kernels_take(x, *others), by_default=KERNELS[0].checked)
+
+
+def _kernels_take(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """What KERNELS says in words; rows are counted in 32 bits."""
+    d = x.shape[-1]
+    return (
+        1 <= d <= 8192 and x.numel() < d << 30 and all(y is None or y.dtype != torch.float64 for y in others)
+    )
 
 
 def _check(operator: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> None:
