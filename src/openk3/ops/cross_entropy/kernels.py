@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from openk3.ops.cross_entropy import IGNORE_INDEX
+
 Tensor = torch.Tensor
 
 # 8,192 tokens of K3's vocabulary in bf16. With a product's tile of 128 x 256 that is what occupies all
@@ -28,7 +30,7 @@ MIN_TOKENS = 128
 LOGITS: torch.dtype | None = None  # dtype of a chunk's logits; None: that of the inputs
 ROWS = {"BLOCK": 8192, "REVERSED": True, "num_warps": 16}
 
-IGNORE_INDEX = tl.constexpr(-100)
+IGNORED = tl.constexpr(IGNORE_INDEX)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -46,7 +48,7 @@ def _softmax_rows(
     target = tl.load(targets + row)
     logits += row * V
     gradient += row * V
-    if target == IGNORE_INDEX:
+    if target == IGNORED:
         tl.store(losses + row, 0.0)
         if WITH_GRADIENT:
             for start in range(0, V, BLOCK):
@@ -111,7 +113,7 @@ def _linear_cross_entropy(
     """The loss, and fp32 gradients to hidden and weight; those not asked for are empty."""
     T, V = len(hidden), len(weight)
     dtype, fp32 = LOGITS or hidden.dtype, torch.float32
-    chunk = min(chunk_tokens or _default_chunk(V, dtype.itemsize), T)
+    chunk = max(1, min(chunk_tokens or _default_chunk(V, dtype.itemsize), T))
     weight, targets = weight.contiguous(), targets.contiguous()
     losses = hidden.new_empty(T, dtype=fp32)
     d_hidden = hidden.new_empty(hidden.shape if with_d_hidden else 0, dtype=fp32)
@@ -122,7 +124,7 @@ def _linear_cross_entropy(
         part = slice(start, min(start + chunk, T))
         n = part.stop - start
         # Whatever stands where there is no target would else reach the weight's gradient, were it NaN.
-        x = hidden[part].masked_fill((targets[part] == IGNORE_INDEX.value)[:, None], 0.0)
+        x = hidden[part].masked_fill((targets[part] == IGNORE_INDEX)[:, None], 0.0)
         _multiply(x, weight.T, logits[:n])
         _softmax_rows[(n,)](
             logits, targets[part], losses[part], gradient, V,
