@@ -4,9 +4,9 @@ The three products are cuBLAS's. Between them one kernel reads each row of a chu
 log-sum-exp and for softmax minus one-hot, which it writes over them: no other tensor of that size exists. The
 gradient to the weight is accumulated over chunks in fp32 by the product itself.
 
-Logits are kept in the dtype of the inputs, as `K3.logits` makes them, unless `LOGITS` says otherwise; all that
-follows is fp32, up to the operands of the next products. Nothing waits for the host: tokens without a target
-go through the products as zeros, and a target out of range makes loss and gradients NaN.
+Logits are kept in the dtype of the inputs, as `K3.logits` makes them, unless `LOGITS` says otherwise; all
+that follows is fp32, up to the operands of the next products. Nothing waits for the host: tokens without a
+target go through the products as zeros, and a target out of range makes loss and gradients NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import, assignment"
@@ -91,9 +91,9 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
     elif add:  # self in fp32: torch 2.10 or newer
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)  # type: ignore[call-overload]
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)  # type: ignore[call-overload]
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
 def _default_chunk(V: int, size: int) -> int:
@@ -189,9 +189,7 @@ def _differentiate(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | 
 _linear_cross_entropy.register_autograd(_differentiate, setup_context=_keep)
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int | None
-) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int | None) -> Tensor:
     """See `openk3.ops.cross_entropy.linear_cross_entropy`."""
     needed = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
     loss: Tensor = torch.ops.openk3.linear_cross_entropy(hidden, weight, targets, chunk_tokens, *needed)[0]
