@@ -72,6 +72,7 @@ def _softmax_rows(
         tl.store(losses + row, loss)
         if WITH_GRADIENT:
             scale = tl.where(in_range, 1.0 / row_total, float("nan"))
+            column = tl.where(in_range, target, -1).to(tl.int32)
             blocks = tl.cdiv(V, BLOCK)
             for block in range(0, blocks):
                 if REVERSED:
@@ -80,7 +81,7 @@ def _softmax_rows(
                     i = block * BLOCK + lane
                 z = tl.load(logits + i, mask=i < V, other=float("-inf")).to(tl.float32)
                 p = tl.exp2((z - row_largest) * LOG2_E) * scale
-                p = tl.where(i == target, p - 1.0, p)
+                p = tl.where(i == column, p - 1.0, p)
                 tl.store(gradient + i, p.to(gradient.dtype.element_ty), mask=i < V)
 
 
