@@ -1,4 +1,4 @@
-"""Compile the KDA and short convolution kernels for cards that are not here, as dispatch launches them.
+"""Compile the kernels of KDA, short convolution and cross-entropy for cards that are not here, as launched.
 
     python tools/compile_kernels.py [sm_86 ...]
 
@@ -98,6 +98,7 @@ def compile_for(
     ):
         label = "bf16"
         _launch_short_conv(torch.bfloat16)
+        _launch_cross_entropy(torch.bfloat16)
         for K in head_sizes:
             for dtype in dtypes:
                 label = f"K={K} {'bf16' if dtype == torch.bfloat16 else 'fp32'}"
@@ -191,6 +192,16 @@ def _launch_short_conv(dtype: torch.dtype) -> None:
     kernels._short_conv._init_fn(x, weight, cu_seqlens, state, True)
     kernels._short_conv_backward._init_fn(x, weight, cu_seqlens, state, True, x, state)
     kernels._states_at._init_fn(x, cu_seqlens, state, cu_seqlens, 4)
+
+
+def _launch_cross_entropy(dtype: torch.dtype) -> None:
+    from openk3.ops.cross_entropy import kernels
+
+    logits, targets, losses = _empty(8192, 163840, dtype=dtype), _empty(8192, dtype=torch.int64), _empty(8192)
+    for with_gradient in (True, False):
+        kernels._softmax_rows[(8192,)](
+            logits, targets, losses, logits, 163840, WITH_GRADIENT=with_gradient, **kernels.ROWS
+        )
 
 
 def main() -> int:

@@ -13,7 +13,14 @@ from openk3.ops.dispatch import Implementation, Kernel, choose
 
 __all__ = ["IGNORE_INDEX", "linear_cross_entropy"]
 
-KERNELS = (Kernel("linear_cross_entropy", takes="bf16 or fp32", checked_on="none yet, interpreter only"),)
+KERNELS = (
+    Kernel(
+        "linear_cross_entropy",
+        takes="bf16 or fp32",
+        checked_on="no card yet",
+        compiles_for=("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"),
+    ),
+)
 
 IGNORE_INDEX = -100
 
@@ -31,7 +38,8 @@ def linear_cross_entropy(
     Args:
         hidden: `[T, d]`, floating; weight: `[V, d]`, same dtype and device. Softmax and the accumulated
             gradients are at least fp32, and so are logits but in "triton", which rounds them to the dtype of
-            its inputs, as `K3.logits` does.
+            its inputs, as `K3.logits` does: in bf16, with logits of size 4 over K3's vocabulary, gradients
+            are wrong by 6e-3 and the loss by 5e-5.
         targets: int64 `[T]` in [0, V), or -100 where a token carries no loss. "triton" leaves the values
             unchecked on a GPU, where to read them is to wait for the device: one out of range makes the
             loss and the gradients NaN.
