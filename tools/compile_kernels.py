@@ -104,6 +104,8 @@ def compile_for(
             _launch_gated_units(dtype)
             label = f"of a norm {name}"
             _launch_norms(dtype)
+        label = "of the cross-entropy bf16"
+        _launch_cross_entropy(torch.bfloat16)
         for K in head_sizes:
             for dtype in dtypes:
                 label = f"K={K} {'bf16' if dtype == torch.bfloat16 else 'fp32'}"
@@ -216,6 +218,16 @@ def _launch_norms(dtype: torch.dtype) -> None:
         for gate in (None, x):
             kernels._row_norm._init_fn(x, weight, gate, 1e-5, True)
             kernels._row_norm_backward._init_fn(x, weight, gate, 1e-5, True, x)
+
+
+def _launch_cross_entropy(dtype: torch.dtype) -> None:
+    from openk3.ops.cross_entropy import kernels
+
+    logits, targets, losses = _empty(8192, 163840, dtype=dtype), _empty(8192, dtype=torch.int64), _empty(8192)
+    for with_gradient in (True, False):
+        kernels._softmax_rows[(8192,)](
+            logits, targets, losses, logits, 163840, WITH_GRADIENT=with_gradient, **kernels.ROWS
+        )
 
 
 def main() -> int:
