@@ -95,7 +95,11 @@ def compile_for(
         patch.object(torch.cuda, "get_device_capability", lambda *_: divmod(capability, 10)),
         patch.object(torch.Tensor, "contiguous", lambda x, **_: x.new_empty(x.shape)),  # no CUDA to copy with
         patch("openk3.ops.kda.kernels.intra_backward._selections", _fake_selections),
+        patch("openk3.ops.attnres.kernels.operator.as_rows", lambda x: x),  # asks for addresses
     ):
+        for dtype in dtypes:
+            label = "bf16" if dtype == torch.bfloat16 else "fp32"
+            _launch_attnres(9, 8192, 7168, dtype)
         label = "bf16"
         _launch_short_conv(torch.bfloat16)
         for dtype in dtypes:
@@ -133,6 +137,8 @@ class _Driver:
 
 
 def _mock(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_mock(part) for part in x)
     return MockTensor(x.dtype, list(x.shape)) if isinstance(x, torch.Tensor) else x
 
 
@@ -185,6 +191,22 @@ def _launch_decoding(H: int, K: int, dtype: torch.dtype) -> None:
             replay.verify._init_fn(
                 *tokens(N, W), state, tail, *past, slots, slots, *weights, 1e-6, bound, 0.1
             )
+
+
+def _launch_attnres(S: int, T: int, d: int, dtype: torch.dtype) -> None:
+    from openk3.ops.attnres.kernels import operator
+
+    *bank, prefix = (_empty(T, d, dtype=dtype) for _ in range(S))
+    vectors, queries, norms = [_empty(d)] * 2, [_empty(12, d)] * 2, (1e-5, 1e-6)
+    forward, backward = operator._attnres._init_fn, operator._attnres_backward._init_fn
+    forward(bank, prefix, None, *vectors, None, None, *norms, True)
+    forward(bank, prefix, prefix, *vectors, vectors[0], None, *norms, False)
+    forward(bank[:1], prefix, prefix, *vectors, vectors[0], _empty(T), *norms, False)
+    scalars, sources = _empty(T, S, 2), [*bank, prefix]
+    backward(sources, *vectors, None, scalars, prefix, None, None, 1e-6, False)
+    backward(sources, *vectors, vectors[0], scalars, prefix, prefix, prefix, 1e-6, False)
+    backward(sources[:2], *vectors, vectors[0], scalars, None, prefix, prefix, 1e-6, True)
+    operator._bank_mixes._init_fn(bank, *queries, 1e-5)
 
 
 def _launch_short_conv(dtype: torch.dtype) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from openk3.ops.norm.eager import rms_norm
 from openk3.ops.precision import wide, widen
 
 CPU_PIECE = 1 << 18  # elements of one source; 1 MB in fp32
@@ -85,3 +86,49 @@ def attnres_mix(
     dtype = wide(sources[0].dtype)
     h, weights = _Mix.apply(query.to(dtype) * key_gain.to(dtype), eps, *sources)  # type: ignore[no-untyped-call]
     return h, weights.t()
+
+
+def attnres_add_mix_norm(
+    bank: Sequence[torch.Tensor],
+    prefix: torch.Tensor,
+    output: torch.Tensor | None,
+    query: torch.Tensor,
+    key_gain: torch.Tensor,
+    norm_gain: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    eps: float,
+    norm_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """See `openk3.ops.attnres.attnres_add_mix_norm`: the mix, its norm, the new prefix."""
+    prefix = prefix if output is None else prefix + output
+    if lse is None:
+        mixed, _ = attnres_mix([*bank, prefix], query, key_gain, eps)
+    else:
+        value, values = widen(bank[0]), widen(prefix)
+        score = _scores(values, (query.to(values.dtype) * key_gain)[None], eps)[:, 0]
+        share = torch.sigmoid(score - lse)[:, None]  # the softmax of two
+        mixed = torch.lerp(value, values, share).to(prefix.dtype)
+    return mixed, None if norm_gain is None else rms_norm(mixed, norm_gain, norm_eps), prefix
+
+
+def attnres_bank_mixes(
+    bank: Sequence[torch.Tensor], queries: torch.Tensor, key_gains: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `openk3.ops.attnres.attnres_bank_mixes`: mixes `[Q, T, d]` and sums `[Q, T]`."""
+    dtype = wide(bank[0].dtype)
+    directions = queries.to(dtype) * key_gains.to(dtype)
+    scores = torch.stack([_scores(widen(source), directions, eps) for source in bank])  # [S, T, Q]
+    weights = scores.softmax(0)
+    mixes = []
+    for q in range(len(queries)):
+        mixed = widen(bank[0]) * weights[0, :, q, None]
+        for source, weight in zip(bank[1:], weights[1:, :, q], strict=True):
+            mixed = mixed.addcmul(widen(source), weight[:, None])
+        mixes.append(mixed.to(bank[0].dtype))
+    return torch.stack(mixes), scores.logsumexp(0).t()
+
+
+def _scores(values: torch.Tensor, directions: torch.Tensor, eps: float) -> torch.Tensor:
+    """Of each row against each of `[Q, d]`: `[T, Q]`."""
+    inv = (values.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return values @ directions.t() * inv

@@ -1,0 +1,249 @@
+"""AttnRes kernels on one GPU, beside fla 0.6.0's and torch.compile: errors against float64, then times.
+
+    PYTHONPATH=src python bench/attnres.py h200              rows, merged into results/h200.json
+    PYTHONPATH=src python bench/attnres.py h200 --variants   times of other launches, nothing merged
+
+9 sources in bf16 at K3's width. Floors are bytes: each source read once and each output written once; with
+the backward also sources and the gradient read, and gradients to sources written. Times are medians by CUDA
+events, L2 cache flushed; those of few tokens are medians in CUDA graphs over rotating data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+from gpu_timing import Ceilings, ceilings, milliseconds, milliseconds_in_graph
+from kda_fla import compile_candidates_together
+from rows import merge, row
+
+from openk3.ops.attnres import BankMix, attnres_add_mix_norm, attnres_bank_mixes, attnres_mix
+
+S, T, D, Q = 9, 8192, 7168, 12
+LIMIT = 6e-3  # relative L2 that rounding results to bf16 explains, with room
+Tensor = torch.Tensor
+Call = Callable[[], Any]
+
+
+def draw(sources: int, tokens: int, d: int, queries: int = 1) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Sources `[T, d]`, queries and gains `[Q, d]`, all bf16."""
+    rows = [torch.randn(tokens, d, device="cuda").bfloat16() for _ in range(sources)]
+    query = (torch.randn(queries, d, device="cuda") * 3 / d**0.5).bfloat16()
+    return rows, query, (1 + 0.3 * torch.randn(queries, d, device="cuda")).bfloat16()
+
+
+def fla(rows: list[Tensor], query: Tensor, gain: Tensor, norm_gain: Tensor | None = None) -> Tensor:
+    from fla.ops.attnres import fused_attnres
+
+    return fused_attnres(query, rows, gain, norm_gain, rms_eps=1e-5)  # type: ignore[no-any-return]
+
+
+def eager(rows: list[Tensor], query: Tensor, gain: Tensor) -> Tensor:
+    """In plain torch, as one would write it for torch.compile."""
+    values = torch.stack(rows, 1).float()
+    keys = torch.nn.functional.rms_norm(values, (values.shape[-1],), gain.float(), 1e-5)
+    return ((keys @ query.float()).softmax(1)[..., None] * values).sum(1).to(rows[0].dtype)
+
+
+def one_query(run: Callable[..., Tensor], rows: list[Tensor], query: Tensor, gain: Tensor) -> list[Tensor]:
+    """The mix, and the gradients to sources, query and gain."""
+    leaves = [x.detach().clone().requires_grad_() for x in (*rows, query, gain)]
+    h = run(leaves[:-2], *leaves[-2:])
+    seed = torch.Generator("cuda").manual_seed(1)
+    d_h = torch.randn(h.shape, device="cuda", generator=seed).bfloat16().to(h.dtype)
+    return [h.detach(), *torch.autograd.grad(h, leaves, d_h)]
+
+
+def ours(rows: list[Tensor], query: Tensor, gain: Tensor) -> Tensor:
+    return attnres_mix(rows, query, gain, implementation="triton")[0]
+
+
+def reference(rows: list[Tensor], query: Tensor, gain: Tensor) -> Tensor:
+    return attnres_mix(rows, query, gain, implementation="reference")[0]
+
+
+def error(mine: Tensor, exact: Tensor) -> float:
+    return float((mine.double() - exact).norm() / exact.norm().clamp_min(1e-30))
+
+
+def check() -> None:
+    """Right, the same twice, and never waiting for the device; raises if not."""
+    for sources, tokens, d in ((9, 500, 7168), (1, 33, 96), (5, 1000, 512), (17, 129, 4096)):
+        rows, query, gain = draw(sources, tokens, d)
+        exact = one_query(reference, [x.double() for x in rows], *(x[0].double() for x in (query, gain)))
+        one_query(ours, rows, query[0], gain[0])
+        torch.cuda.set_sync_debug_mode("error")
+        mine, again = (one_query(ours, rows, query[0], gain[0]) for _ in range(2))
+        torch.cuda.set_sync_debug_mode("default")
+        errors = [error(a, b) for a, b in zip(mine, exact, strict=True) if b.norm() > 1e-9]
+        print(f"S={sources} T={tokens} d={d}: h {errors[0]:.1e}, worst gradient {max(errors[1:]):.1e}")
+        if not max(errors) < LIMIT or not all(map(torch.equal, mine, again)):
+            raise RuntimeError("the kernels are wrong, or differ from one run to the next")
+    rows, query, gain = draw(S, 500, D, Q)
+    exact_mixes = attnres_bank_mixes(
+        [x.double() for x in rows], query.double(), gain.double(), implementation="reference"
+    )
+    mixes = attnres_bank_mixes(rows, query, gain, implementation="triton")
+    worst = max(error(a.values, b.values) for a, b in zip(mixes, exact_mixes, strict=True))
+    sums = max(float((a.lse - b.lse).abs().max()) for a, b in zip(mixes, exact_mixes, strict=True))
+    print(f"{Q} queries: mixes {worst:.1e}, sums {sums:.1e}")
+    if not (worst < LIMIT and sums < 1e-4):
+        raise RuntimeError("the kernels of all queries are wrong")
+
+
+def timed(name: str, call: Call, timer: Callable[[Call], float] = milliseconds) -> dict[str, float]:
+    """By name; nothing where a peer fails, which is printed."""
+    try:
+        return {name: timer(call)}
+    except Exception as problem:  # noqa: BLE001 - whatever a peer raises
+        print(f"{name} failed: {type(problem).__name__}: {problem}", flush=True)
+        return {}
+
+
+def table(limits: Ceilings) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    passes = T * D * 2
+
+    def add(work: str, moved: int, shape: str, measured: dict[str, float]) -> None:
+        mine = measured.pop("ours", None)
+        if mine is None:
+            return
+        floor = limits.floor(moved, 0)
+        peers = ", ".join(f"{name} {value:.4g}" for name, value in measured.items())
+        print(f"{work}: ours {mine:.4g} ms, {peers}, floor {floor:.4g}, x{mine / floor:.2f}", flush=True)
+        rows.append(row(work, mine, "ms", "lower", peers=measured, floor=floor, shape=shape))
+
+    sources, queries, gains = draw(S, T, D, Q)
+    query, gain = queries[0], gains[0]
+    compiled = torch.compile(eager)
+    runs = {"ours": ours, "fla": fla, "torch.compile": compiled}
+    shape = f"S={S} T={T} d={D} bf16"
+    with torch.no_grad():
+        measured = {}
+        for name, run in runs.items():
+            measured |= timed(name, lambda run=run: run(sources, query, gain))  # type: ignore[misc]
+        add(f"attnres_fwd_{S}x{T}x{D}", (S + 1) * passes, shape, measured)
+
+    leaves = [x.detach().requires_grad_() for x in (*sources, query, gain)]
+    d_h = torch.randn_like(sources[0])
+    measured = {}
+    for name, run in runs.items():
+        measured |= timed(
+            name,
+            lambda run=run: torch.autograd.grad(run(leaves[:-2], *leaves[-2:]), leaves, d_h),  # type: ignore[misc]
+        )
+    add(f"attnres_fwdbwd_{S}x{T}x{D}", (3 * S + 2) * passes, shape, measured)
+
+    with torch.no_grad():
+        both = timed("ours", lambda: attnres_bank_mixes(sources, queries, gains, implementation="triton"))
+        both |= timed("fla", lambda: [fla(sources, q, g) for q, g in zip(queries, gains, strict=True)])
+        add(f"attnres_{Q}query_{S}x{T}x{D}", (S + Q) * passes, f"{shape}, {Q} queries", both)
+
+        bank, prefix, output = sources[:-1], sources[-1], torch.randn_like(sources[0])
+        fused = timed(
+            "ours",
+            lambda: attnres_add_mix_norm(
+                bank, prefix, output, query, gain, gains[1], implementation="triton"
+            ),
+        )
+        fused |= timed("fla", lambda: fla([*bank, prefix + output], query, gain, gains[1]))
+        add(f"attnres_add_mix_norm_{S}x{T}x{D}", (S + 3) * passes, f"{shape}, sum and norm written", fused)
+
+        mix = BankMix(bank[0], torch.randn(T, device="cuda"))
+        merged = timed(
+            "ours",
+            lambda: attnres_add_mix_norm(mix, prefix, output, query, gain, gains[1], implementation="triton"),
+        )
+        add(f"attnres_merge_{T}x{D}", 5 * passes, f"T={T} d={D} bf16, a mix of the bank for the bank", merged)
+
+        for tokens in (1, 32, 256):
+            sets = [draw(S, tokens, D) for _ in range(max(2, min(24, 2048 // tokens)))]
+            few: dict[str, float] = {}
+            for name, run in (("ours", ours), ("fla", fla)):
+                calls = [lambda x=x, run=run: run(x[0], x[1][0], x[2][0]) for x in sets]  # type: ignore[misc]
+                few |= timed(name, calls[0], lambda _, calls=calls: milliseconds_in_graph(calls))  # type: ignore[misc]
+            shape = f"S={S} T={tokens} d={D} bf16, in a CUDA graph"
+            add(f"attnres_fwd_{S}x{tokens}x{D}", (S + 1) * tokens * D * 2, shape, few)
+    return rows
+
+
+def try_variants(limits: Ceilings) -> None:
+    """Each kernel alone, over launches."""
+    from openk3.ops.attnres.kernels import operator
+
+    rows, queries, gains = draw(S, T, D, Q)
+    output, d_h = torch.randn_like(rows[0]), torch.randn_like(rows[0])
+    query, gain = queries[0], gains[0]
+    ops = torch.ops.openk3
+    bank, last = rows[:-1], rows[-1]
+    scalars = ops.attnres(bank, last, None, query, gain, None, None, 1e-5, 1e-5, True)[3]
+    plain = (rows, query, gain, None, scalars, d_h, None, None, 1e-5, False)
+    whole = (rows, query, gain, gain, scalars, None, d_h, output, 1e-5, False)
+    forward = [
+        {"STAGES": stages, "warps": warps, "maxnreg": registers}
+        for stages, warps, registers in ((6, 16, 128), (4, 16, 128), (3, 16, 128), (5, 24, 80), (10, 8, 255))
+    ]
+    backward = [{"AHEAD": rows_ahead, "warps": 8} for rows_ahead in (4, 2, 3, 6)]
+    weigh = [
+        {"TOKENS": tokens, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
+        for tokens, columns, warps, stages in (
+            (32, 64, 4, 3), (32, 64, 4, 2), (16, 64, 4, 3), (16, 64, 4, 4), (16, 128, 4, 3), (64, 64, 8, 2)
+        )
+    ]  # fmt: skip
+    mix = [{"COLUMNS": c, "num_warps": warps} for c, warps in ((1024, 4), (512, 2), (1024, 8), (2048, 8))]
+    kernels: list[tuple[str, str, list[dict[str, int]], int, Call]] = [
+        (
+            "forward", "FORWARD", forward, S + 1,
+            lambda: ops.attnres(bank, last, None, query, gain, None, None, 1e-5, 1e-5, True),
+        ),
+        (
+            "forward, add and norm", "FORWARD", forward, S + 3,
+            lambda: ops.attnres(bank, last, output, query, gain, gain, None, 1e-5, 1e-5, False),
+        ),
+        ("backward", "BACKWARD", backward, 2 * S + 1, lambda: ops.attnres_backward(*plain)),
+        ("backward, add and norm", "BACKWARD", backward, 2 * S + 2, lambda: ops.attnres_backward(*whole)),
+        (
+            "all queries", "WEIGH", weigh, S + Q,
+            lambda: ops.attnres_bank_mixes(rows, queries, gains, 1e-5),
+        ),
+        ("all queries", "MIX", mix, S + Q, lambda: ops.attnres_bank_mixes(rows, queries, gains, 1e-5)),
+    ]  # fmt: skip
+    for name, setting, choices, passes, call in kernels:
+        kept, floor = getattr(operator, setting), limits.floor(passes * T * D * 2, 0)
+        for choice, columns in product(choices, (1024, 512) if setting == "BACKWARD" else (1024,)):
+            setattr(operator, setting, choice)
+            operator.COLUMNS_PER_WARP = columns
+            label = f"{name}: {setting} {choice}, {columns} columns a warp"
+            for time in timed(label, call, lambda call: milliseconds(call, 5, 20)).values():
+                print(f"{label}: {time:.4f} ms, {time / floor:.2f} of the floor", flush=True)
+        setattr(operator, setting, kept)
+        operator.COLUMNS_PER_WARP = 1024
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("device", nargs="?", default="h200", help="names the file of results")
+    parser.add_argument("--variants", action="store_true", help="try launches instead")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench/attnres.py needs a CUDA device")
+        return 0
+    torch.manual_seed(0)
+    check()
+    limits = ceilings()
+    if arguments.variants:
+        try_variants(limits)
+        return 0
+    compile_candidates_together()
+    print("merged into", merge(table(limits), arguments.device))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,278 @@
+"""The mixes as operators of torch: shapes, launches and autograd around the kernels of this folder."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import"
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+
+from openk3.ops.attnres.kernels import bank as bank_kernels
+from openk3.ops.attnres.kernels import one_query
+
+Tensor = torch.Tensor
+
+COLUMNS_PER_WARP = 1024  # 32 a thread
+# Forward, rows are copied ahead to shared memory (STAGES - 1 of them), and two programs of 8 warps share a
+# processor. Backward, they are loaded ahead to registers, of which such a row takes 16, and one has them all.
+FORWARD = {"STAGES": 6, "warps": 16, "maxnreg": 128}
+BACKWARD = {"AHEAD": 4, "warps": 8}
+WEIGH = {"TOKENS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
+MIX = {"COLUMNS": 1024, "num_warps": 4}
+
+
+def launch(d: int, T: int, device: torch.device, warps_per_processor: int) -> tuple[int, dict[str, int]]:
+    """Programs, and the width D and warps of each."""
+    D = triton.next_power_of_2(d)
+    warps = min(max(D // COLUMNS_PER_WARP, 1), 16)
+    return min(T, processors(device) * max(warps_per_processor // warps, 1)), {"D": D, "num_warps": warps}
+
+
+def stages(D: int, x: Tensor) -> int:
+    """One more than there are rows in the ring, which takes 160 KiB at most."""
+    return max(2, min(FORWARD["STAGES"], 1 + shared_memory(x.device) // (D * x.element_size())))
+
+
+def weigh_sizes(S: int, QUERIES: int, parts: Tensor, row: Tensor) -> dict[str, int]:
+    """WEIGH, made smaller until what is copied ahead fits."""
+    sizes, most = dict(WEIGH), shared_memory(row.device)
+
+    def ring() -> int:
+        rows = S * sizes["TOKENS"] * row.element_size()
+        queries = len(parts) * QUERIES * parts.element_size()
+        return (sizes["num_stages"] - 1) * sizes["COLUMNS"] * (rows + queries)
+
+    for name, least in (("num_stages", 2), ("TOKENS", 16), ("COLUMNS", 16)):
+        while ring() > most and sizes[name] > least:
+            sizes[name] = 2 if name == "num_stages" else sizes[name] // 2
+    return sizes
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes for rows that are copied ahead: 160 KiB, or what the card has less than that."""
+    if device.type != "cuda":
+        return 160 << 10
+    card = torch.cuda.get_device_properties(device)
+    most = int(getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block))
+    return min(160 << 10, most - (8 << 10))
+
+
+def processors(device: torch.device) -> int:
+    """Of the card; a few under Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Contiguous, and on a border of two numbers, as the kernels read it."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % (2 * x.element_size()) else x
+
+
+@torch.library.custom_op("openk3::attnres", mutates_args=())
+def _attnres(
+    bank: Sequence[Tensor],
+    prefix: Tensor,
+    output: Tensor | None,
+    query: Tensor,
+    key_gain: Tensor,
+    norm_gain: Tensor | None,
+    lse: Tensor | None,
+    eps: float,
+    norm_eps: float,
+    want_mix: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The mix, its norm, prefix + output, each empty if not asked for; scores and 1 / rms `[T, S, 2]`.
+
+    Sources are the bank's rows and the prefix. With lse the bank is one row, itself a mix of that score.
+    """
+    (T, d), S = prefix.shape, len(bank) + 1
+    rows = [*bank, prefix] if output is None else [*bank, output, prefix]
+    mixed, normed, total, scalars = _attnres_outputs(
+        prefix, S, want_mix, norm_gain is not None, output is not None
+    )
+    programs, sizes = launch(d, T, prefix.device, FORWARD["warps"])
+    if programs:
+        one_query.forward[(programs,)](
+            tuple(as_rows(row) for row in rows), query.contiguous(), key_gain.contiguous(),
+            None if norm_gain is None else norm_gain.contiguous(), None if lse is None else lse.contiguous(),
+            total, mixed, normed, scalars, T, d, eps, norm_eps,
+            S=S, STAGES=stages(sizes["D"], prefix), ADD=output is not None, MERGE=lse is not None,
+            MIX=want_mix, NORM=norm_gain is not None, maxnreg=FORWARD["maxnreg"], **sizes,
+        )  # fmt: skip
+    return mixed, normed, total, scalars
+
+
+def _attnres_outputs(
+    prefix: Tensor, S: int, want_mix: bool, want_norm: bool, want_total: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    T, d = prefix.shape
+    mixed, normed, total = (
+        prefix.new_empty((T, d) if wanted else (0, d)) for wanted in (want_mix, want_norm, want_total)
+    )
+    return mixed, normed, total, prefix.new_empty(T, S, 2, dtype=torch.float32)
+
+
+@_attnres.register_fake
+def _(
+    bank: Sequence[Tensor],
+    prefix: Tensor,
+    output: Tensor | None,
+    query: Tensor,
+    key_gain: Tensor,
+    norm_gain: Tensor | None,
+    lse: Tensor | None,
+    eps: float,
+    norm_eps: float,
+    want_mix: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _attnres_outputs(prefix, len(bank) + 1, want_mix, norm_gain is not None, output is not None)
+
+
+@torch.library.custom_op("openk3::attnres_backward", mutates_args=())
+def _attnres_backward(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_gain: Tensor,
+    norm_gain: Tensor | None,
+    scalars: Tensor,
+    d_mixed: Tensor | None,
+    d_normed: Tensor | None,
+    d_last: Tensor | None,
+    norm_eps: float,
+    merge: bool,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
+    """Gradients to sources, query, key_gain, norm_gain and lse; the last two empty without their inputs."""
+    T, d = sources[0].shape
+    S = len(sources)
+    norm = d_normed is not None
+    if d_mixed is None and d_normed is None:
+        d_mixed = torch.zeros_like(sources[0])
+    direction = query.to(torch.float32) * key_gain.to(torch.float32)
+    d_sources = [torch.empty(T, d, dtype=x.dtype, device=x.device) for x in sources]
+    d_lse = scalars.new_empty(T if merge else 0)
+    programs, sizes = launch(d, T, sources[0].device, BACKWARD["warps"])
+    d_direction = scalars.new_empty(programs, d)
+    d_norm_gain = scalars.new_empty(programs if norm else 0, d)
+    if programs:
+        given = [None if g is None else as_rows(g.to(sources[0].dtype)) for g in (d_mixed, d_normed, d_last)]
+        one_query.backward[(programs,)](
+            tuple(as_rows(x) for x in sources), tuple(d_sources), direction,
+            None if norm_gain is None else norm_gain.contiguous(), scalars, *given, d_lse, d_direction,
+            d_norm_gain, T, d, norm_eps, S=S, AHEAD=min(BACKWARD["AHEAD"], 2 * S), MERGE=merge,
+            MIX=d_mixed is not None, NORM=norm, LAST=d_last is not None, **sizes,
+        )  # fmt: skip
+    d_m = d_direction.sum(0)
+    d_gain = d_norm_gain.sum(0).to(norm_gain.dtype) if norm_gain is not None else scalars.new_empty(0)
+    return d_sources, (d_m * key_gain).to(query.dtype), (d_m * query).to(key_gain.dtype), d_gain, d_lse
+
+
+@_attnres_backward.register_fake
+def _(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_gain: Tensor,
+    norm_gain: Tensor | None,
+    scalars: Tensor,
+    d_mixed: Tensor | None,
+    d_normed: Tensor | None,
+    d_last: Tensor | None,
+    norm_eps: float,
+    merge: bool,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
+    d_sources = [x.new_empty(x.shape) for x in sources]
+    d_gain = scalars.new_empty(0) if norm_gain is None else norm_gain.new_empty(norm_gain.shape)
+    d_lse = scalars.new_empty(scalars.shape[0] if merge else 0)
+    return d_sources, query.new_empty(query.shape), key_gain.new_empty(key_gain.shape), d_gain, d_lse
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    bank, prefix, added, query, key_gain, norm_gain, lse, _, ctx.norm_eps, ctx.want_mix = inputs
+    _, _, total, scalars = output
+    last = prefix if added is None else total
+    ctx.has_output, ctx.merge = added is not None, lse is not None
+    ctx.save_for_backward(*bank, last, query, key_gain, norm_gain, scalars)
+    ctx.mark_non_differentiable(scalars)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, d_mixed: Tensor | None, d_normed: Tensor | None, d_total: Tensor | None, *_: None
+) -> tuple[Any, ...]:
+    *sources, query, key_gain, norm_gain, scalars = ctx.saved_tensors
+    d_sources, d_query, d_key_gain, d_norm_gain, d_lse = torch.ops.openk3.attnres_backward(
+        sources, query, key_gain, norm_gain, scalars,
+        d_mixed if ctx.want_mix else None, None if norm_gain is None else d_normed,
+        d_total if ctx.has_output else None, ctx.norm_eps, ctx.merge,
+    )  # fmt: skip
+    *d_bank, d_prefix = d_sources
+    return (
+        d_bank, d_prefix, d_prefix if ctx.has_output else None, d_query, d_key_gain,
+        None if norm_gain is None else d_norm_gain, d_lse if ctx.merge else None, None, None, None,
+    )  # fmt: skip
+
+
+_attnres.register_autograd(_differentiate, setup_context=_keep)
+
+
+def attnres(
+    bank: Sequence[Tensor],
+    prefix: Tensor,
+    output: Tensor | None,
+    query: Tensor,
+    key_gain: Tensor,
+    norm_gain: Tensor | None,
+    lse: Tensor | None,
+    eps: float,
+    norm_eps: float,
+    want_mix: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `_attnres`."""
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.openk3.attnres(
+        list(bank), prefix, output, query, key_gain, norm_gain, lse, eps, norm_eps, want_mix
+    )
+    return results
+
+
+@torch.library.custom_op("openk3::attnres_bank_mixes", mutates_args=())
+def _bank_mixes(
+    bank: Sequence[Tensor], queries: Tensor, key_gains: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    (T, d), Q, S = bank[0].shape, len(queries), len(bank)
+    values = bank[0].new_empty(Q, T, d)
+    lse = bank[0].new_empty(Q, T, dtype=torch.float32)
+    if not T:
+        return values, lse
+    bank = tuple(as_rows(row) for row in bank)
+    # Triton's interpreter multiplies bf16 wrongly.
+    split = bank[0].dtype == torch.bfloat16 and bank[0].is_cuda
+    QUERIES = max(16, triton.next_power_of_2(Q))
+    parts = torch.empty(
+        3 if split else 1, QUERIES, d, device=lse.device, dtype=torch.bfloat16 if split else torch.float32
+    )
+    bank_kernels.directions[(QUERIES, triton.cdiv(d, 1024))](
+        queries.contiguous(), key_gains.contiguous(), parts, d, Q, QUERIES=QUERIES, COLUMNS=1024
+    )
+    weights = lse.new_empty(T, Q, S)
+    sizes = weigh_sizes(S, QUERIES, parts, bank[0])
+    bank_kernels.weigh[(triton.cdiv(T, sizes["TOKENS"]),)](
+        bank, parts, weights, lse, T, d, Q, eps, S=S, QUERIES=QUERIES, **sizes
+    )
+    bank_kernels.mix[(T * triton.cdiv(d, MIX["COLUMNS"]),)](bank, weights, values, T, d, Q, S=S, **MIX)
+    return values, lse
+
+
+@_bank_mixes.register_fake
+def _(bank: Sequence[Tensor], queries: Tensor, key_gains: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    T, d = bank[0].shape
+    Q = queries.shape[0]
+    return bank[0].new_empty(Q, T, d), bank[0].new_empty(Q, T, dtype=torch.float32)
+
+
+def bank_mixes(
+    bank: Sequence[Tensor], queries: Tensor, key_gains: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `openk3.ops.attnres.attnres_bank_mixes`: mixes `[Q, T, d]` and sums `[Q, T]`."""
+    mixes: tuple[Tensor, Tensor] = torch.ops.openk3.attnres_bank_mixes(list(bank), queries, key_gains, eps)
+    return mixes
