@@ -345,4 +345,4 @@ def test_bad_input_is_named():
     with pytest.raises(InvalidInput, match="decay is 1"):
         average_bias(bias, bias, 0, 1.0)
     with pytest.raises(KernelUnavailable, match="no Triton kernel"):
-        required_bias_histogram(scores, cutoff, bias, implementation="triton")
+        required_bias_histogram(scores.double(), cutoff, bias, implementation="triton")

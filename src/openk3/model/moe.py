@@ -54,8 +54,11 @@ class Router(nn.Module):
 
     def _count(self, routing: Routing, record: ForwardRecord) -> None:
         record.chosen[self.layer] = routing.ids, routing.cutoff
-        counted = routing.ids if record.token_mask is None else routing.ids[record.token_mask]
-        record.load[self.layer] = torch.bincount(counted.flatten(), minlength=self.config.num_experts)
+        # As bincount, which would stop a GPU to look for the largest id, and a selection for its length.
+        ids, mask = routing.ids, record.token_mask
+        counted = torch.ones_like(ids) if mask is None else mask.long()[:, None].expand_as(ids)
+        load = ids.new_zeros(self.config.num_experts)
+        record.load[self.layer] = load.scatter_add_(0, ids.flatten(), counted.flatten())
         if self.config.balancing == "qb":
             record.histogram[self.layer] = required_bias_histogram(
                 routing.scores.detach(),

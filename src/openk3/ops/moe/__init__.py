@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from openk3.errors import InvalidInput
+from openk3.errors import InvalidInput, KernelUnavailable
 from openk3.ops.activation import Activation
-from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
 from openk3.ops.moe.combine import combine
 from openk3.ops.moe.few import expert_ffn_few
+from openk3.ops.moe.plan import KERNEL as PLAN_KERNEL
 from openk3.ops.moe.plan import DispatchPlan, plan
+from openk3.ops.moe.route import KERNEL as ROUTE_KERNEL
 from openk3.ops.moe.route import Routing, route
 
 __all__ = [
@@ -27,6 +29,13 @@ __all__ = [
     "plan",
     "route",
 ]
+
+KERNEL = Kernel(
+    "expert_ffn",
+    takes="bf16 or fp16, widths that 8 divides, compute capability 9.0 or more",
+    checked_on=NOWHERE,
+)
+KERNELS = (ROUTE_KERNEL, PLAN_KERNEL, KERNEL)
 
 
 def expert_ffn(
@@ -51,7 +60,9 @@ def expert_ffn(
         activation: the gated unit; computed in at least fp32.
         recompute: the backward keeps the arguments and nothing else, and multiplies gate and up out again.
             With False it keeps both, `[T k, F]` each, to save two products in eleven. Same bits either way.
-        implementation: force "reference" or "eager"; there is no Triton kernel.
+            The kernels always multiply them out again.
+        implementation: force "reference", "eager" or "triton"; by default the kernels on a CUDA device, for
+            bf16 and fp16, where l and F are multiples of 8.
 
     Returns:
         `[T, l]` in x's dtype. The sum over slots runs in at least fp32, from slot 0 on: equal calls
@@ -62,15 +73,34 @@ def expert_ffn(
         KernelUnavailable: the forced implementation does not exist.
     """
     _check(x, weights, plan, w1, w3, w2)
-    match choose("expert_ffn", x, implementation, kernels=False):
+    problem = _kernel_problem(x, w1)
+    if implementation == "triton" and problem:
+        raise KernelUnavailable(f"expert_ffn: {problem}; ask for implementation='eager'")
+    match choose("expert_ffn", x, implementation, kernels=problem is None, by_default=KERNEL.checked):
         case "reference":
             from openk3.ops.moe import reference
 
             return reference.expert_ffn(x, weights, plan, w1, w3, w2, activation)
+        case "triton":
+            from openk3.ops.moe.kernels import operator
+
+            return operator.expert_ffn(x, weights, plan, w1, w3, w2, activation)
         case _:
             from openk3.ops.moe import eager
 
             return eager.expert_ffn(x, weights, plan, w1, w3, w2, activation, recompute)
+
+
+def _kernel_problem(x: torch.Tensor, w1: torch.Tensor) -> str | None:
+    """Why the kernels do not take these inputs, or None. fp32 is for their tests in Triton's interpreter."""
+    dtypes = (torch.bfloat16, torch.float16) if x.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
+    if x.dtype not in dtypes:
+        return f"x is {x.dtype}; kernels take bfloat16 and float16"
+    if w1.shape[1] % 8 or w1.shape[2] % 8:
+        return f"w1 is {tuple(w1.shape)}; kernels take widths that 8 divides"
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0):
+        return "kernels need the copy engine of compute capability 9.0"
+    return None
 
 
 def _check(

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from openk3.errors import InvalidInput
+from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
+
+KERNEL = Kernel("plan", takes="any ids", checked_on=NOWHERE)
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,10 @@ class DispatchPlan:
         return self.offsets.diff().long()
 
 
-def plan(ids: torch.Tensor, experts: int) -> DispatchPlan:
+def plan(ids: torch.Tensor, experts: int, *, implementation: Implementation | None = None) -> DispatchPlan:
     """Group the assignments `ids` (`[T, k]` int64, each in [0, experts)) by expert.
+
+    implementation: force "eager" or "triton"; the plan is the same.
 
     Raises:
         InvalidInput: ids are not `[T, k]` int64, or one is out of range. Only a CPU looks at the range: on
@@ -43,6 +48,10 @@ def plan(ids: torch.Tensor, experts: int) -> DispatchPlan:
     """
     if ids.dim() != 2 or ids.dtype != torch.int64:
         raise InvalidInput(f"plan: ids are {tuple(ids.shape)} {ids.dtype}; want [T, k] int64")
+    if choose("plan", ids, implementation, by_default=KERNEL.checked) == "triton":
+        from openk3.ops.moe.kernels.plan import plan_tensors
+
+        return DispatchPlan(*plan_tensors(ids, experts))
     T, k = ids.shape
     by_expert, order = ids.reshape(-1).sort(stable=True)
     if ids.device.type == "cpu" and T * k:

@@ -12,8 +12,12 @@ from typing import NamedTuple
 import torch
 
 from openk3.errors import InvalidInput
+from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
 from openk3.ops.precision import wide
+
+WIDEST_CHOICE = 4096  # experts that a program of the kernel holds
+KERNEL = Kernel("route", takes="float32 logits, at most 4,096 experts", checked_on=NOWHERE)
 
 
 class Routing(NamedTuple):
@@ -39,6 +43,7 @@ def route(
     scaling_factor: float = 1.0,
     renormalize: bool = True,
     chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
+    implementation: Implementation | None = None,
 ) -> Routing:
     """Choose k of E experts for each token (report §2.3.3 eq. 13).
 
@@ -51,6 +56,7 @@ def route(
         renormalize: divide the chosen scores by their sum (+ 1e-20); otherwise the weights are the scores.
         chosen: an earlier decision (ids, cutoff) for the same tokens, to be taken instead of choosing anew: a
             recomputed layer must route as it did.
+        implementation: of the choice alone, "eager" or "triton"; the experts chosen are the same.
 
     Raises:
         InvalidInput: shapes or dtypes do not fit, or k is out of range.
@@ -69,7 +75,7 @@ def route(
             f"route: chosen ids are {tuple(chosen[0].shape)}, chosen cutoff is {tuple(chosen[1].shape)}; "
             f"want {(len(logits), k)} and {(len(logits),)}"
         )
-    return decide(logits, bias, k, scaling_factor, renormalize, chosen)
+    return decide(logits, bias, k, scaling_factor, renormalize, chosen, implementation)
 
 
 def decide(
@@ -79,10 +85,11 @@ def decide(
     scaling_factor: float,
     renormalize: bool,
     chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
+    implementation: Implementation | None = None,
 ) -> Routing:
     """`route` for arguments that fit."""
     scores = torch.sigmoid(logits)
-    ids, cutoff = select_experts((scores + bias).detach(), k) if chosen is None else chosen
+    ids, cutoff = chosen or select_experts((scores + bias).detach(), k, implementation)
     weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
@@ -91,12 +98,20 @@ def decide(
     return Routing(ids, weights, scores, cutoff)
 
 
-def select_experts(biased: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def select_experts(
+    biased: torch.Tensor, k: int, implementation: Implementation | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`[T, E]` -> the k best experts of each row `[T, k]` and the (k+1)-th best value `[T]`.
 
     Equal values by rising expert index, on every device.
     """
     T, E = biased.shape
+    fits = 0 < E <= WIDEST_CHOICE
+    if choose("route", biased, implementation, kernels=fits, by_default=KERNEL.checked) == "triton":
+        from openk3.ops.moe.kernels import choice
+
+        ids, cutoff = choice.select_experts(biased, k)
+        return ids, cutoff
     values, ids = biased.topk(min(k + 1, E), dim=1)
     # topk breaks ties as it likes, differently on each device. Ties are rare in fp32: sort those rows only.
     equal = values[:, 1:] == values[:, :-1]

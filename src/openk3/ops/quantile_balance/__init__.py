@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from openk3.errors import InvalidInput
-from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
 from openk3.ops.quantile_balance.bins import bin_edges
 from openk3.ops.quantile_balance.reference import BalancedAssignment, alternating_solver, exact_bias
@@ -26,6 +26,9 @@ __all__ = [
     "required_bias_histogram",
     "sign_update",
 ]
+
+
+KERNELS = (Kernel("required_bias_histogram", takes="float32", checked_on=NOWHERE),)
 
 
 def required_bias_histogram(
@@ -49,7 +52,8 @@ def required_bias_histogram(
         bias: `[E]` the bias that routed these tokens; it fixes the bins.
         token_mask: `[T]` bool, True = counted. Padding and masked tokens must not shift the quantile.
         bins: number of equal bins over [min bias - 1, max bias + 1].
-        implementation: force "reference" or "eager"; there is no Triton kernel.
+        implementation: force "reference", "eager" or "triton" (float32 alone); by default the fastest for the
+            device.
 
     Returns:
         `[E, bins]` int64; each row sums to the number of counted tokens. Float rounding can move a value
@@ -57,7 +61,7 @@ def required_bias_histogram(
 
     Raises:
         InvalidInput: a shape, dtype or device does not fit, or bins < 1.
-        KernelUnavailable: the forced implementation does not exist.
+        KernelUnavailable: the forced implementation cannot run here.
     """
     T, E = scores.shape if scores.dim() == 2 else (-1, -1)
     if cutoff.shape != (T,) or bias.shape != (E,):
@@ -73,9 +77,14 @@ def required_bias_histogram(
         )
     if bins < 1:
         raise InvalidInput(f"required_bias_histogram: bins is {bins}; want at least 1")
-    match choose("required_bias_histogram", scores, implementation, kernels=False):
+    kernels = all(x.dtype == torch.float32 for x in (scores, cutoff, bias))
+    match choose(
+        "required_bias_histogram", scores, implementation, kernels=kernels, by_default=KERNELS[0].checked
+    ):
         case "reference":
             from openk3.ops.quantile_balance.reference import required_bias_histogram as run
+        case "triton":
+            from openk3.ops.quantile_balance.kernels import required_bias_histogram as run
         case _:
             from openk3.ops.quantile_balance.eager import required_bias_histogram as run
     return run(scores.detach(), cutoff.detach(), bias.detach(), token_mask, bins)
