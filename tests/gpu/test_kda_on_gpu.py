@@ -42,13 +42,13 @@ def draw(K: int, shift: float = 0.0, H: int = 3, lengths: list[int] = LENGTHS) -
     return inputs
 
 
-def results(inputs: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
-    """o, S and the gradients of a fixed random projection of both."""
+def results(inputs: dict[str, Any], size: float = 1.0, **options: Any) -> dict[str, torch.Tensor]:
+    """o, S and the gradients of a fixed random projection of both, `size` times."""
     own = {n: x.detach().clone().requires_grad_(x.is_floating_point()) for n, x in inputs.items()}
     o, S = gated_kda(**own, **options)
     make = torch.Generator("cuda").manual_seed(1)
-    d_o = torch.randn(o.shape, device="cuda", generator=make).bfloat16()
-    d_S = torch.randn(S.shape, device="cuda", generator=make)
+    d_o = (size * torch.randn(o.shape, device="cuda", generator=make)).bfloat16()
+    d_S = size * torch.randn(S.shape, device="cuda", generator=make)
     leaves = [n for n, x in own.items() if x.requires_grad]
     gradients = torch.autograd.grad([o, S], [own[n] for n in leaves], [d_o.to(o.dtype), d_S.to(S.dtype)])
     return {"o": o, "S": S} | {f"d_{n}": g for n, g in zip(leaves, gradients, strict=True)}
@@ -87,6 +87,19 @@ def test_a_sequence_in_pieces_has_the_gradients_of_a_whole_one():
         error, of_whole = relative_error(x, oracle[name]), relative_error(whole[name], oracle[name])
         assert error < 1.2 * of_whole + 1e-4, f"{name}: {error} in pieces, {of_whole} whole"
     assert torch.equal(cut["d_initial_state"][1], whole["d_initial_state"][1])
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-6, 1e6, 1e12])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_gradients_of_any_size_are_near_float64(regime, size):
+    """At the bound rows carry factors of up to 2^116 either way; states and pairs may be of far sizes."""
+    inputs = draw(128, REGIMES[regime])
+    inputs["v"] = (1e-3 * inputs["v"].float()).bfloat16()
+    exact = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+    mine, oracle = results(inputs, size), results(exact, size, implementation="eager")
+    errors = {name: relative_error(x, oracle[name]) for name, x in mine.items()}
+    too_far = {n: e for n, e in errors.items() if not e < 1.5e-2}
+    assert not too_far, f"{too_far} of {errors}"
 
 
 @pytest.mark.parametrize("K", [64, 128])
