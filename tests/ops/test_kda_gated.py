@@ -141,6 +141,41 @@ def test_inputs_may_be_views_of_one_projection():
     assert torch.equal(o, o_views) and torch.equal(S, S_views)
 
 
+@pytest.mark.parametrize("name", ["A_log", "cu_seqlens", "checkpoint_at"])
+def test_a_vector_may_be_a_column_of_a_table(name):
+    inputs = _single(_inputs([5, 4], 2, 64))
+    inputs["checkpoint_at"] = torch.tensor([5, 9], dtype=torch.int32)
+    column = torch.stack([inputs[name], torch.zeros_like(inputs[name])], 1)[:, 0]
+    for x, y in zip(
+        gated_kda(**(inputs | {name: column}), implementation="triton"),
+        gated_kda(**inputs, implementation="triton"),
+        strict=True,
+    ):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", "initial_state"])
+def test_kernels_take_nothing_in_float64(name):
+    inputs = _single(_inputs([3], 1, 64))
+    with pytest.raises(KernelUnavailable, match="gated_kda"):
+        gated_kda(**(inputs | {name: inputs[name].double()}), implementation="triton")
+
+
+def test_more_sequences_than_a_grid_has_programs_are_not_for_kernels():
+    inputs = _single(_inputs([1], 1, 64)) | {"initial_state": None}
+    inputs["cu_seqlens"] = torch.tensor([0] + [1] * 65536, dtype=torch.int32)
+    with pytest.raises(KernelUnavailable, match="gated_kda"):
+        gated_kda(**inputs, implementation="triton")
+
+
+def test_a_state_is_refused_alike_with_and_without_kernels():
+    inputs = _single(_inputs([3], 1, 64))
+    for state in (inputs["initial_state"].bfloat16(), inputs["initial_state"].to("meta")):
+        for implementation in ("eager", "triton"):
+            with pytest.raises(InvalidInput, match="gated_kda: initial_state"):
+                gated_kda(**(inputs | {"initial_state": state}), implementation=implementation)
+
+
 def test_a_checkpoint_off_the_grid_is_refused_or_not_a_number():
     inputs = _single(_inputs([70], 1, 64))
     for end in (0, 30, 71):
@@ -167,3 +202,14 @@ def test_the_operator_passes_opcheck():
     *tensors, cu_seqlens, state = inputs.values()
     tensors = [x.requires_grad_() for x in tensors]
     torch.library.opcheck(_forward, (*tensors, cu_seqlens, state, None, -5.0, 0.125, True))
+
+
+def test_gradients_of_the_gate_have_the_dtypes_of_its_weights():
+    from openk3.ops.kda.kernels.operator import _backward
+
+    inputs = _single(_inputs([3], 1, 64))
+    *tensors, cu_seqlens, state = inputs.values()
+    tensors = [*tensors[:5], *(x.bfloat16() for x in tensors[5:])]
+    o = torch.ones_like(inputs["v"])
+    arguments = (*tensors, cu_seqlens, state, o, o, state, -5.0, 0.125, True)
+    torch.library.opcheck(_backward, arguments, test_utils="test_faketensor")

@@ -74,6 +74,16 @@ def test_without_a_state_and_with_rows_that_lie_apart():
         assert relative_error(mine, oracle) < FP32
 
 
+def test_offsets_may_be_columns_of_a_table():
+    x, weight = torch.randn(10, 3), torch.randn(3, 4)
+    cu_seqlens, at = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 4, 10], [2, 10]))
+    columns = [torch.stack([ends, ends + 1], 1)[:, 0] for ends in (cu_seqlens, at)]
+    expected = short_conv(x, weight, cu_seqlens, checkpoint_at=at, implementation="triton")
+    actual = short_conv(x, weight, columns[0], checkpoint_at=columns[1], implementation="triton")
+    for found, wanted in zip(actual, expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_half_precision_goes_in_and_comes_out():
     """Within what truncation instead of rounding costs: the interpreter stores bf16 so."""
     inputs = {name: x.bfloat16() for name, x in draw([6, 5], C=3, dtype=torch.float32).items()}

@@ -15,7 +15,7 @@ import torch
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, choose
 from openk3.ops.inputs import check_floating
-from openk3.ops.kda.recurrence import kda
+from openk3.ops.kda.recurrence import check_state, kda
 from openk3.ops.kda_gate import kda_gate
 from openk3.ops.norm import l2_norm
 from openk3.ops.packed import check_offsets, sequence_bounds
@@ -28,6 +28,9 @@ CHECKPOINT_GRID = 64
 
 # Kernels take pairs of tokens with factors of up to 2^116, so that a large scale would leave fp32.
 LARGEST_SCALE = 256.0
+
+# Programs that a card starts along the axis of a grid that counts sequences.
+MOST_SEQUENCES = 65535
 
 Tensor = torch.Tensor
 
@@ -94,13 +97,14 @@ def gated_kda(
         b: `[T, H]` logits of the write strength.
         A_log: `[H]`, dt_bias `[H, K]`: of the gate, at least fp32.
         cu_seqlens: int32 `[N + 1]` from 0 to T, non-decreasing; sequences may be empty. Kernels do not check
-            it: reading it on the host would stall the device.
+            it: reading it on the host would stall the device. They take up to 65,535 sequences.
         lower_bound: of the log decay, in [-5, 0); None for the unbounded gate.
-        scale: factor of the outputs; K**-0.5 by default.
+        scale: factor of the outputs; K**-0.5 by default. Kernels take magnitudes of up to 256.
         initial_state: `[N, H, V, K]`, at least fp32; zeros by default. Empty sequences hand it on.
-        checkpoint_at: int32 `[M]`, ascending packed end offsets, each a positive multiple of CHECKPOINT_GRID
-            tokens from its sequence's start, or its end: also return the states there. An offset that is
-            none gives NaN where the kernels run, since nobody looks on the host, and an error elsewhere.
+        checkpoint_at: int32 `[M]`, strictly ascending packed end offsets, each a positive multiple of
+            CHECKPOINT_GRID tokens from its sequence's start, or its end: also return the states there. An
+            offset that is none, or comes twice, gives NaN where the kernels run, since nobody looks on the
+            host; elsewhere one that is none is an error.
         split_sequences: kernels may cut long sequences where few heads would leave the card idle. That sums
             in another order; False keeps results the same to the bit whatever else is in the batch.
         implementation: force "reference", "eager" or "triton"; by default the fastest for the device.
@@ -121,13 +125,11 @@ def gated_kda(
     if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
         raise InvalidInput(f"gated_kda: lower_bound must be in [-5, 0) or None, got {lower_bound}")
     N, H, K, V = len(cu_seqlens) - 1, *k.shape[1:], v.shape[2]
-    if initial_state is not None and initial_state.shape != (N, H, V, K):
-        raise InvalidInput(
-            f"gated_kda: initial_state must be [N, H, V, K] = {(N, H, V, K)}, "
-            f"got {tuple(initial_state.shape)}"
-        )
+    if initial_state is not None:
+        check_state("gated_kda: initial_state", initial_state, (N, H, V, K), q.device)
     scale = K**-0.5 if scale is None else scale
-    kernels_fit = N > 0 and abs(scale) <= LARGEST_SCALE and _kernels_take(q, k, v, z, b, A_log)
+    kernels_fit = 0 < N <= MOST_SEQUENCES and abs(scale) <= LARGEST_SCALE
+    kernels_fit = kernels_fit and _kernels_take(q, k, v, z, b, A_log, dt_bias, initial_state)
     if kernels_fit and q.is_cuda and torch.is_grad_enabled():
         trained = (q, k, v, z, b, A_log, dt_bias, initial_state)
         if any(x is not None and x.requires_grad for x in trained):
@@ -138,8 +140,7 @@ def gated_kda(
         from openk3.ops.kda.kernels.operator import gated_kda as kernels
 
         return kernels(
-            q, k, v, z, b, A_log, dt_bias, cu_seqlens.to(torch.int32), initial_state,
-            None if checkpoint_at is None else checkpoint_at.to(torch.int32),
+            q, k, v, z, b, A_log, dt_bias, cu_seqlens, initial_state, checkpoint_at,
             lower_bound, scale, split_sequences,
         )  # fmt: skip
     beta = torch.sigmoid(b.to(wide(b.dtype)))
@@ -161,10 +162,20 @@ def gated_kda(
     return o, S, torch.cat(states) if states else S.new_empty(0, H, V, K)
 
 
-def _kernels_take(q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, A_log: Tensor) -> bool:
+def _kernels_take(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    initial_state: Tensor | None,
+) -> bool:
     """What KERNELS of the package says in words."""
     of_one_dtype = q.dtype == k.dtype == v.dtype == z.dtype == b.dtype
-    fits = q.dtype in (torch.bfloat16, torch.float32) and A_log.dtype != torch.float64
+    others = (A_log, dt_bias) if initial_state is None else (A_log, dt_bias, initial_state)
+    fits = q.dtype in (torch.bfloat16, torch.float32) and all(x.dtype != torch.float64 for x in others)
     return of_one_dtype and fits and q.shape[2] == v.shape[2] and q.shape[2] in (64, 128)
 
 

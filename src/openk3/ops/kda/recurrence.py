@@ -65,7 +65,7 @@ def kda(
     if initial_state is None:
         initial_state = v.new_zeros(N, H, V, K, dtype=_compute_dtype(q, k, v, g, beta))
     else:
-        _check_state("kda: initial_state", initial_state, (N, H, V, K), q.device)
+        check_state("kda: initial_state", initial_state, (N, H, V, K), q.device)
         initial_state = initial_state.to(_compute_dtype(q, k, v, g, beta, initial_state))
     scale = K**-0.5 if scale is None else scale
     match choose("kda", q, implementation, kernels=False):
@@ -103,7 +103,7 @@ def kda_step(
         InvalidInput: shapes, dtypes or devices do not fit.
     """
     _check("kda_step", ("N", "H"), q, k, v, g, beta)
-    _check_state("kda_step: state", state, (*v.shape, k.shape[2]), q.device)
+    check_state("kda_step: state", state, (*v.shape, k.shape[2]), q.device)
     state = state.to(_compute_dtype(q, k, v, g, beta, state))
     return step(q, k, v, g, beta, state, k.shape[2] ** -0.5 if scale is None else scale)
 
@@ -139,7 +139,8 @@ def _check(
         _check_precise(f"{operator}: {name}", named[name])
 
 
-def _check_state(name: str, state: torch.Tensor, expected: tuple[int, ...], device: torch.device) -> None:
+def check_state(name: str, state: torch.Tensor, expected: tuple[int, ...], device: torch.device) -> None:
+    """Refuse a state of another shape or device, or of less than fp32."""
     if state.shape != expected or state.device != device:
         raise InvalidInput(
             f"{name} must be [N, H, V, K] = {expected} on {device}, "

@@ -323,7 +323,7 @@ def short_conv(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
     """See `openk3.ops.short_conv.short_conv`."""
-    y, final_state = torch.ops.openk3.short_conv(x, weight, cu_seqlens, initial_state, silu)
+    y, final_state = torch.ops.openk3.short_conv(x, weight, cu_seqlens.contiguous(), initial_state, silu)
     return y, final_state
 
 
@@ -333,6 +333,6 @@ def states_at(
     """The W - 1 inputs before each offset `[M]`, `[M, W - 1, C]` in x's dtype; without gradient."""
     state = None if initial_state is None else initial_state.detach()
     states: Tensor = torch.ops.openk3.short_conv_states_at(
-        x.detach(), cu_seqlens, state, offsets, weight.shape[1]
+        x.detach(), cu_seqlens.contiguous(), state, offsets.contiguous(), weight.shape[1]
     )
     return states

@@ -105,7 +105,8 @@ def _backward(
         plan, lower_bound, scale, pieces, scanned.fragments,
     )  # fmt: skip
     d = grads.inputs
-    return d.q, d.k, grads.v, d.z, d.b, d.A_log, d.dt_bias, grads.initial_state
+    of_gate = d.A_log.to(A_log.dtype), d.dt_bias.to(dt_bias.dtype)
+    return d.q, d.k, grads.v, d.z, d.b, *of_gate, grads.initial_state
 
 
 @_backward.register_fake
@@ -166,8 +167,9 @@ def gated_kda(
     """See `openk3.ops.kda.gated.gated_kda`."""
     q, k, v, z = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, z))
     state = None if initial_state is None else initial_state.to(torch.float32).contiguous()
+    offsets = None if checkpoint_at is None else checkpoint_at.to(torch.int32).contiguous()
     o, final_state, checkpoints = _forward(
-        q, k, v, z, b.contiguous(), A_log, dt_bias.contiguous(), cu_seqlens, state, checkpoint_at,
-        lower_bound, scale, split,
+        q, k, v, z, b.contiguous(), A_log.contiguous(), dt_bias.contiguous(),
+        cu_seqlens.to(torch.int32).contiguous(), state, offsets, lower_bound, scale, split,
     )  # fmt: skip
     return (o, final_state) if checkpoint_at is None else (o, final_state, checkpoints)
