@@ -235,8 +235,21 @@ def test_what_does_not_fit_is_named():
         kda_decode(*x, state, tail.mT.contiguous().mT, slots, weights)
     with pytest.raises(InvalidInput, match="lower_bound in"):
         kda_decode(*x, state, tail, slots, replace(weights, lower_bound=-6.0))
+    for implementation in ("eager", "triton"):
+        no_bound = replace(weights, lower_bound=0.0)
+        with pytest.raises(InvalidInput, match=r"kda_decode: .*lower_bound in"):
+            kda_decode(*x, state, tail, slots, no_bound, implementation=implementation)
+    with pytest.raises(InvalidInput, match=r"weights.A_log must be \(1,\) floating point"):
+        kda_decode(*x, state, tail, slots, replace(weights, A_log=weights.A_log.int()))
+    for z in (torch.tensor(1.0), x[1][0, 0]):
+        with pytest.raises(InvalidInput, match="z must have 3 axes"):
+            kda_decode(x[0], z, *x[2:], state, tail, slots, weights)
+    with pytest.raises(InvalidInput, match="state 4, got"):
+        kda_decode(*x, torch.tensor(1.0), tail, slots, weights)
     past, window = DraftWindow.empty(SLOTS, 2, 1, 64, torch.float32, "cpu"), tokens((2, 3), 1, 64)
     with pytest.raises(InvalidInput, match="got 3 and room for 2"):
         kda_verify(*window, state, tail, past, slots, slots, weights)
+    with pytest.raises(InvalidInput, match=r"past.qkv \[slots, P, C\]"):
+        kda_verify(*window, state, tail, replace(past, qkv=past.qkv[0, 0]), slots, slots, weights)
     with pytest.raises(InvalidInput, match="accepted must be"):
         kda_verify(*tokens((2, 2), 1, 64), state, tail, past, slots.long(), slots, weights)

@@ -100,7 +100,7 @@ def kda_decode(
         InvalidInput: shapes, dtypes, devices or strides do not fit.
         KernelUnavailable: the forced implementation cannot run here.
     """
-    _check("kda_decode", (len(z),), qkv, z, b, gate_logits, state, tail, slots, weights)
+    _check("kda_decode", (z.shape[0] if z.dim() else 0,), qkv, z, b, gate_logits, state, tail, slots, weights)
     scale = z.shape[-1] ** -0.5 if scale is None else scale
     if choose("kda_decode", qkv, implementation) == "triton":
         from openk3.ops.kda.kernels.decode import decode
@@ -151,6 +151,11 @@ def kda_verify(
         InvalidInput: shapes, dtypes, devices or strides do not fit.
         KernelUnavailable: the forced implementation cannot run here.
     """
+    if z.dim() != 4 or past.qkv.dim() != 3:
+        raise InvalidInput(
+            f"kda_verify: z must be [N, W, H, K] and past.qkv [slots, P, C], "
+            f"got {tuple(z.shape)} and {tuple(past.qkv.shape)}"
+        )
     N, W = z.shape[:2]
     _check("kda_verify", (N, W), qkv, z, b, gate_logits, state, tail, slots, weights)
     _check_window(past, accepted, W, qkv, state)
@@ -220,14 +225,20 @@ def _check(
     slots: Tensor,
     weights: MixerWeights,
 ) -> None:
+    axes = len(rows) + 2
+    if z.dim() != axes or state.dim() != 4:
+        raise InvalidInput(
+            f"{operator}: z must have {axes} axes and state 4, got {tuple(z.shape)} and {tuple(state.shape)}"
+        )
     H, K = z.shape[-2:]
     C, pool, dtype, fp32 = 3 * H * K, len(state), qkv.dtype, torch.float32
     if K not in HEAD_SIZES:
         raise InvalidInput(f"{operator}: the head size must be one of {HEAD_SIZES}, z is {tuple(z.shape)}")
-    if not qkv.is_floating_point() or not -5 <= (weights.lower_bound or -5) < 0:
+    bound = weights.lower_bound
+    if not qkv.is_floating_point() or not (bound is None or -5 <= bound < 0):
         raise InvalidInput(
             f"{operator}: qkv must be floating point and lower_bound in [-5, 0) or None, "
-            f"got {qkv.dtype} and {weights.lower_bound}"
+            f"got {qkv.dtype} and {bound}"
         )
     expected: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype | None]] = {
         "qkv": (qkv, (*rows, C), dtype),
@@ -268,7 +279,8 @@ def _check_each(
     device: torch.device,
 ) -> None:
     for name, (x, shape, dtype) in expected.items():
-        if x.shape != shape or dtype not in (None, x.dtype) or x.device != device or not x.is_contiguous():
+        fits = x.is_floating_point() if dtype is None else x.dtype == dtype
+        if x.shape != shape or not fits or x.device != device or not x.is_contiguous():
             raise InvalidInput(
                 f"{operator}: {name} must be {shape} {dtype or 'floating point'} on {device}, contiguous; "
                 f"got {tuple(x.shape)} {x.dtype} on {x.device}, strides {x.stride()}"
