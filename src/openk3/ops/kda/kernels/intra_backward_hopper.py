@@ -1,15 +1,16 @@
 """`intra_backward` for Hopper at K = V = 128, in explicit layouts (Gluon). The same function as its twin, on
 tiles of 32 rows instead of blocks of 16.
 
-Eight warps a chunk. With Gc the log2 decays summed from the chunk's start and M the integer in the middle of
-its range over a tile, by channel, rows keep
+Eight warps a chunk, half of the channels at a time. With Gc the log2 decays summed from the chunk's start and
+M the integer in the middle of its range over a tile, by channel, rows keep
 
     up = 2^(Gc - M)      left = read up      right = w / up                   exponents within +-116
 
 Pairs of one tile multiply these as they are. For those between the tiles, whose operands are the same, the
 factor 2^(M_1 - M_0) belongs to the channel and not to the rows, so that it is taken out of the product. Being
 powers of two, the factors leave each pair's share in the gate's gradient the same number at its reader and at
-its writer: the reverse sum over rows cancels pairs that do not span a row to fp32 rounding.
+its writer: the reverse sum over rows cancels pairs that do not span a row to fp32 rounding. Writes into the
+leaving state are summed apart, from the rows before; the gradient to beta along K, from that of the writes.
 
 Where gates lie at their bound, operands use up the exponents of fp32, and small gradients times small
 operands would vanish. So gradients to pairs are brought to one size by a power of two for each chunk.
