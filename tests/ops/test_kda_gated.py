@@ -65,6 +65,16 @@ def test_gradients_equal_those_of_the_recurrence():
         assert relative_error(mine, oracle) < 1e-4, name
 
 
+@pytest.mark.parametrize("logit", [-14.0, -22.0])
+def test_small_writes_between_slow_decays_keep_their_digits(logit):
+    inputs = _single(_inputs([64], 1, 64, shift=-6.0)) | {"initial_state": None}
+    inputs["b"] = torch.full_like(inputs["b"], logit)
+    exact = {n: x.double() if x is not None and x.is_floating_point() else x for n, x in inputs.items()}
+    actual = gated_kda(**inputs, implementation="triton")
+    for x, y in zip(actual, gated_kda(**exact, implementation="eager"), strict=True):
+        assert relative_error(x, y) < 1e-5
+
+
 def test_identical_keys_with_slow_decay_and_full_writes_stay_finite_and_right():
     """(I + L) of equal keys is all ones below the diagonal: a Neumann series of it overflows."""
     inputs = _single(_inputs([80], 1, 64, shift=-9.0))

@@ -78,15 +78,16 @@ def _tile(
     k_rows *= inverse_norm(k_rows, EPS)[:, None]
     left_q = q_rows * (inverse_norm(q_rows, EPS) * scale)[:, None] * up
     left_k = k_rows * up
-    right = k_rows * beta[:, None] * tl.exp2(-G)
-    to_end = right * tl.exp2(total + SHIFT)[None, :]
+    # Without the write strength, which may be small: where gates are near 0 no exponents are left for it.
+    right = k_rows * tl.exp2(-G)
+    to_end = right * tl.exp2(total + SHIFT)[None, :] * beta[:, None]
     right = right.to(OPERAND)
     i = tl.arange(0, TILE)
     PRECISION: tl.constexpr = "ieee" if OPERAND == tl.float32 else "tf32"
     A = tl.dot(left_q.to(OPERAND), tl.trans(right), input_precision=PRECISION)
     L = tl.dot(left_k.to(OPERAND), tl.trans(right), input_precision=PRECISION)
-    A = tl.where(i[:, None] >= i[None, :], A, 0.0)
-    L = tl.where(i[:, None] > i[None, :], L, 0.0)
+    A = tl.where(i[:, None] >= i[None, :], A * beta[None, :], 0.0)
+    L = tl.where(i[:, None] > i[None, :], L * beta[None, :], 0.0)
     DOWN: tl.constexpr = 2.0**-SHIFT
     return left_q * DOWN, left_k * DOWN, to_end, tl.exp2(total), A, L
 
