@@ -182,11 +182,8 @@ def prepare_hopper(
     squares_q, squares_k = warpgroup_mma_wait(0, deps=(squares_q, squares_k))
     norms_q = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
     norms_k = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
-    norms_w = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
-    norm_k = _inverse_norms(squares_k, EPS)
     norms_q.store(_inverse_norms(squares_q, EPS) * scale)
-    norms_k.store(norm_k)
-    norms_w.store(norm_k * betas.load(gl.SliceLayout(1, SQUARE)))
+    norms_k.store(_inverse_norms(squares_k, EPS))
     async_copy.wait_group(0)
     i = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(0, TILES)))
     i = gl.expand_dims(gl.expand_dims(i, 1), 0)
@@ -217,9 +214,10 @@ def prepare_hopper(
     x = _tiles(left_q.load(ROWS).to(gl.float32)) * _per_row(norms_q) * up
     left_q.store(_rows(x.to(gl.bfloat16)))
     gl.store(qd + out, (x * from_start).to(gl.bfloat16))
-    x = _tiles(left_k.load(ROWS).to(gl.float32)) * _per_row(norms_w) * reciprocal(up)
+    # Without the write strength, which may be small: where gates are near 0 no exponents are left for it.
+    x = _tiles(left_k.load(ROWS).to(gl.float32)) * _per_row(norms_k) * reciprocal(up)
     right.store(_rows(x.to(gl.bfloat16)))
-    x *= exp2(total + SHIFT)
+    x *= exp2(total + SHIFT) * _per_row(betas)
     earlier = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], WIDE)
     earlier.store(_rows(x.to(gl.bfloat16)))
     gl.store(ke + out, (x * to_end).to(gl.bfloat16))
@@ -240,6 +238,9 @@ def prepare_hopper(
     r_half = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, HALF))[:, None]
     s_half = gl.arange(0, TILE, layout=gl.SliceLayout(0, HALF))[None, :]
     pairs = chunk * CHUNK * CHUNK
+    beside = betas.load(gl.SliceLayout(0, SQUARE))[None, :]
+    own_A *= beside
+    own_L *= beside
     own, between = _lower(own_A, between_A, 1)
     gl.store(attention + pairs + r * CHUNK + s, own.to(gl.bfloat16), mask=(r < TILE) | (s >= TILE))
     gl.store(attention + pairs + r_half * CHUNK + s_half, between.to(gl.bfloat16), mask=r_half >= TILE)
