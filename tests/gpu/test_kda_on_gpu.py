@@ -89,6 +89,18 @@ def test_a_sequence_in_pieces_has_the_gradients_of_a_whole_one():
     assert torch.equal(cut["d_initial_state"][1], whole["d_initial_state"][1])
 
 
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("logit", [-7.0, -12.0])
+def test_small_writes_between_slow_decays_keep_their_digits(logit, K):
+    inputs = draw(K, REGIMES["slow"])
+    inputs["b"] = torch.full_like(inputs["b"], logit)
+    del inputs["initial_state"]
+    exact = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+    mine, oracle = results(inputs), results(exact, implementation="eager")
+    errors = {name: relative_error(mine[name], oracle[name]) for name in ("o", "S", "d_v", "d_b")}
+    assert max(errors.values()) < 1.5e-2, errors
+
+
 @pytest.mark.parametrize("size", [1e-12, 1e-6, 1e6, 1e12])
 @pytest.mark.parametrize("regime", REGIMES)
 def test_gradients_of_any_size_are_near_float64(regime, size):
