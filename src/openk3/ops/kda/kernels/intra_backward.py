@@ -338,7 +338,7 @@ def _selections(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def intra_tiles(q: torch.Tensor) -> IntraTiles:
-    """Slices of 16 columns, which compile with 2 to 12 registers spilled where 32 have 160 (mma.sync).
+    """Slices of 16 columns: with mma.sync, those of 32 hold more than ten times as many registers in memory.
 
     On sm_90 and sm_100 two warps, too few for products of a warpgroup. With four, ptxas 12.8 makes addresses
     of right operands from one register taken for both words: in the last product of the bounded gate's
