@@ -50,25 +50,31 @@ VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 ROWS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0]))  # [64, 64]
 GROUPS = gl.constexpr(gl.BlockedLayout([1, 8, 2], [1, 1, 32], [8, 1, 1], [2, 1, 0]))  # [8, 8, 64]
 SUMS = gl.constexpr(gl.SliceLayout(1, GROUPS))  # [8, 64], by group and channel
-CHANNELS = gl.constexpr(gl.BlockedLayout([8, 1], [1, 32], [1, 8], [1, 0]))  # all groups in a thread
+# [of, group, channel]: a thread has what all groups contribute to its own.
+OF_GROUPS = gl.constexpr(gl.BlockedLayout([8, 1, 2], [1, 1, 32], [1, 8, 1], [2, 1, 0]))
+BY_GROUP = gl.constexpr(gl.SliceLayout(1, OF_GROUPS))  # [8, 64]
+CHANNEL = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(0, GROUPS)))  # [64]
+EVERY = gl.constexpr(gl.BlockedLayout([8], [32], [8], [0]))  # [8], all in every thread
+STATE = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0]))  # [128, 64]
+# [8, 8, 32]: one value of the two channels of a thread
+PAIRS = gl.constexpr(
+    gl.SliceLayout(3, gl.BlockedLayout([1, 8, 1, 2], [1, 1, 32, 1], [8, 1, 1, 1], [3, 2, 1, 0]))
+)
 ROW = gl.constexpr(gl.SliceLayout(2, GROUPS))  # [8, 8]
 # Products, [64, 64].
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# Between products and groups, fp32: conflicts neither where products are stored nor where rows are read.
+STAGED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 SQUARE = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
 )
 
 
 @gluon.jit
-def _groups(x):
-    """Of a product: a thread's rows of its channels."""
-    return gl.convert_layout(gl.reshape(gl.convert_layout(x, ROWS), [COUNT, GROUP, HALF]), GROUPS)
-
-
-@gluon.jit
 def _load(tile):
-    """`[64, 64]` in shared memory by groups, in fp32."""
+    """`[64, 64]` in shared memory by groups, in fp32: a thread's rows of its channels."""
     return gl.convert_layout(gl.reshape(tile.load(ROWS), [COUNT, GROUP, HALF]), GROUPS).to(gl.float32)
 
 
@@ -94,16 +100,47 @@ def _sums_before(x, AXIS: gl.constexpr):
 
 
 @gluon.jit
-def _power_of_two(x):
-    """What brings the largest element of `[64, 64]`, not negative, to between 16 and 32, and its inverse.
+def _sum(by_group):
+    """Sums over groups, beside every row of their channel."""
+    sums = gl.convert_layout(gl.sum(by_group, 0), CHANNEL)
+    return gl.expand_dims(gl.expand_dims(sums, 0), 0)
+
+
+@gluon.jit
+def _sum_of(by_group, those):
+    """For each group the sum of `those`, `[8, 8, 1]`, beside its rows."""
+    sums = gl.sum(gl.where(those, gl.expand_dims(by_group, 1), 0.0), 0)
+    return gl.expand_dims(gl.convert_layout(sums, SUMS), 1)
+
+
+@gluon.jit
+def _diagonal(x, own):
+    """`[2, 64]`: the diagonal of a product, summed within each warp."""
+    return gl.permute(gl.sum(gl.reshape(gl.where(own, x, 0.0), [CHUNK, 2, TILE]), 2), (1, 0))
+
+
+@gluon.jit
+def _largest_by_warp(x):
+    """`[8]`: the largest element of a product in each warp."""
+    return gl.reshape(gl.reduce(gl.reduce(gl.reshape(x, [4, 16, 2, TILE]), 3, _largest), 1, _largest), [8])
+
+
+@gluon.jit
+def _power_of_two(largest):
+    """What brings `largest`, not negative, to between 16 and 32, and its inverse.
 
     Not further than 2^64 up: rows' products with the state, of any size beside the pairs', take part.
     """
-    largest = gl.reduce(gl.reduce(x, 1, _largest), 0, _largest)
     exponent = (largest.to(gl.int32, bitcast=True) >> 23) & 255
     exponent = gl.minimum(gl.maximum(exponent, 67), 250)
     scale = ((258 - exponent) << 23).to(gl.float32, bitcast=True)
     return scale, ((exponent - 4) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _opaque_zero():
+    """Zero, unknown to the compiler: what is computed from it is computed again, not kept in registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -117,22 +154,17 @@ def _copy(buffer, x, rows, stride, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _copy_halves(buffers, x, rows, stride):
-    _copy(buffers.index(0), x, rows, stride, COPY)
-    _copy(buffers.index(1), x + HALF, rows, stride, COPY)
-
-
-@gluon.jit
 def _load_rows(x, rows, stride):
-    i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE_COPY))
-    d = gl.arange(0, K, layout=gl.SliceLayout(0, WIDE_COPY))
+    i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, COPY))
+    d = gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
     return gl.load(x + i[:, None] * stride + d[None, :], mask=(i < rows)[:, None], other=0.0)
 
 
 @gluon.jit
-def _row_dots(x, buffer):
-    """`[64]`: products of rows with those in shared memory, summed."""
-    return gl.sum(x.to(gl.float32) * buffer.load(WIDE_COPY).to(gl.float32), 1)
+def _row_dots(x_0, x_1, tile):
+    """`[64]`: products of rows, by halves, with those in shared memory, summed."""
+    y_0, y_1 = tile.slice(0, HALF, 1).load(COPY), tile.slice(HALF, HALF, 1).load(COPY)
+    return gl.sum(x_0.to(gl.float32) * y_0.to(gl.float32) + x_1.to(gl.float32) * y_1.to(gl.float32), 1)
 
 
 @gluon.jit
@@ -159,10 +191,16 @@ def _per_row(buffer):
 
 
 @gluon.jit
+def _per_row_of_two(buffer):
+    """`[2, 64]` in shared memory, summed, by groups."""
+    halves = buffer._reinterpret(gl.float32, [2, CHUNK], FLAT)
+    return _per_row(halves.index(0)) + _per_row(halves.index(1))
+
+
+@gluon.jit
 def _per_channel(buffer):
     """`[64]` in shared memory beside every row of its channel."""
-    values = buffer.load(gl.SliceLayout(0, gl.SliceLayout(0, GROUPS)))
-    return gl.expand_dims(gl.expand_dims(values, 0), 0)
+    return gl.expand_dims(gl.expand_dims(buffer.load(CHANNEL), 0), 0)
 
 
 @gluon.jit
@@ -201,10 +239,12 @@ def _intra_backward_hopper(
     z += start * stride_zt + h * stride_zh
     b += start * stride_b + h
 
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    dO_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], SWIZZLED)
-    D_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], SWIZZLED)
-    E_tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], SWIZZLED)
+    dO_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, K], SWIZZLED)
+    dO_tile = dO_tiles.index(0)
+    D_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, K], SWIZZLED)
+    D_tile = D_tiles.index(0)
+    E_tiles = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, K], SWIZZLED)
+    E_tile = E_tiles.index(0)
     q_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], SWIZZLED)
     k_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], SWIZZLED)
     z_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], SWIZZLED)
@@ -216,17 +256,18 @@ def _intra_backward_hopper(
     _copy(D_tile, d_v + at, rows, H * K, WIDE_COPY)
     _copy(E_tile, errors + chunk * CHUNK * K, CHUNK, K, WIDE_COPY)
     async_copy.commit_group()
-    _copy_halves(q_tiles, q, rows, stride_qt)
-    _copy_halves(k_tiles, k, rows, stride_kt)
-    _copy_halves(z_tiles, z, rows, stride_zt)
+    for half in gl.static_range(2):
+        _copy(q_tiles.index(half), q + half * HALF, rows, stride_qt, COPY)
+        _copy(k_tiles.index(half), k + half * HALF, rows, stride_kt, COPY)
+        _copy(z_tiles.index(half), z + half * HALF, rows, stride_zt, COPY)
     _copy(S_tiles.index(0), states, K, K, COPY)
     _copy(dS_tiles.index(0), d_states, K, K, COPY)
     async_copy.commit_group()
     _copy(S_tiles.index(1), states + HALF, K, K, COPY)
     _copy(dS_tiles.index(1), d_states + HALF, K, K, COPY)
     async_copy.commit_group()
-    o_rows = _load_rows(o + at, rows, H * K)
-    v_rows = _load_rows(v, rows, stride_vt)
+    o_0, o_1 = _load_rows(o + at, rows, H * K), _load_rows(o + at + HALF, rows, H * K)
+    v_0, v_1 = _load_rows(v, rows, stride_vt), _load_rows(v + HALF, rows, stride_vt)
     t = gl.arange(0, CHUNK, layout=VECTOR)
     beta_logits = gl.load(b + t * stride_b, mask=t < rows, other=0.0).to(gl.float32)
 
@@ -237,20 +278,8 @@ def _intra_backward_hopper(
     dL_pairs = _first_product(D_tile, E_tile.permute((1, 0)))
     along_q = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
     along_v = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
-    along_q.store(_row_dots(o_rows, dO_tile))
-    along_v.store(_row_dots(v_rows, D_tile))
-    dA_pairs, dL_pairs = warpgroup_mma_wait(0, deps=(dA_pairs, dL_pairs))
-    i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, SQUARE))[:, None]
-    j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, SQUARE))[None, :]
-    own_pair = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
-    along_w = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
-    own_pair.store(gl.sum(gl.where(i == j, dA_pairs, 0.0), 1))
-    along_w.store(gl.sum(gl.where(i == j, dL_pairs, 0.0), 1))
-    up_scale, down_scale = _power_of_two(gl.maximum(gl.abs(dA_pairs), gl.abs(dL_pairs)))
-    dA = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SWIZZLED)
-    dL = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SWIZZLED)
-    dA.store(gl.where(i > j, dA_pairs * up_scale, 0.0).to(gl.bfloat16))
-    dL.store(gl.where(i > j, dL_pairs * -up_scale, 0.0).to(gl.bfloat16))
+    along_q.store(_row_dots(o_0, o_1, dO_tile))
+    along_v.store(_row_dots(v_0, v_1, D_tile))
     async_copy.wait_group(1)
     q_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
     k_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
@@ -258,49 +287,89 @@ def _intra_backward_hopper(
     q_norms.store(_inverse_norms(q_tiles, EPS))
     k_norms.store(_inverse_norms(k_tiles, EPS))
     betas.store(reciprocal(1.0 + exp2(-LOG2_E * beta_logits)))
+    dA_pairs, dL_pairs = warpgroup_mma_wait(0, deps=(dA_pairs, dL_pairs))
+    i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, SQUARE))[:, None]
+    j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, SQUARE))[None, :]
+    own_pair = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)
+    along_w = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)
+    largest = gl.allocate_shared_memory(gl.float32, [8], FLAT)
+    own_pair.store(_diagonal(dA_pairs, i == j))
+    along_w.store(_diagonal(dL_pairs, i == j))
+    largest.store(_largest_by_warp(gl.maximum(gl.abs(dA_pairs), gl.abs(dL_pairs))))
+    up_scale, down_scale = _power_of_two(gl.reduce(largest.load(EVERY), 0, _largest))
+    dAs = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, CHUNK], SWIZZLED)
+    dA = dAs.index(0)
+    dLs = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, CHUNK], SWIZZLED)
+    dL = dLs.index(0)
+    dA.store(gl.where(i > j, dA_pairs * up_scale, 0.0).to(gl.bfloat16))
+    dL.store(gl.where(i > j, dL_pairs * -up_scale, 0.0).to(gl.bfloat16))
 
     group = gl.arange(0, COUNT, layout=gl.SliceLayout(1, ROW))[:, None]
     row = group * GROUP + gl.arange(0, GROUP, layout=gl.SliceLayout(0, ROW))[None, :]
-    group, row = gl.expand_dims(group, 2), gl.expand_dims(row, 2)
-    channel = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(0, GROUPS)))
+    member = gl.expand_dims(gl.arange(0, GROUP, layout=gl.SliceLayout(0, ROW))[None, :], 2)
+    group, row = gl.expand_dims(group, 2).to(gl.int64), gl.expand_dims(row, 2)
+    channel = gl.arange(0, HALF, layout=CHANNEL)
     channel = gl.expand_dims(gl.expand_dims(channel, 0), 0)
-    of = gl.arange(0, COUNT, layout=gl.SliceLayout(1, CHANNELS))[:, None]
+    of = gl.arange(0, COUNT, layout=gl.SliceLayout(1, BY_GROUP))
+    own_group = gl.arange(0, COUNT, layout=gl.SliceLayout(0, gl.SliceLayout(2, OF_GROUPS)))
+    in_first_tile = (of < COUNT // 2)[:, None]
+    of, own_group = gl.expand_dims(of[:, None], 1), gl.expand_dims(own_group, 0)[:, :, None]
     inside = row < rows
     rate = gl.exp(gl.minimum(gl.load(A_log + h).to(gl.float32), 60.0))
     sums = gl.allocate_shared_memory(gl.float32, [COUNT, HALF], PLAIN)
-    S_dS = gl.allocate_shared_memory(gl.float32, [HALF], FLAT)
+    leaving_sums = gl.allocate_shared_memory(gl.float32, [COUNT, HALF], PLAIN)
+    S_dS = gl.allocate_shared_memory(gl.float32, [COUNT, HALF], PLAIN)
+    rate_sums = gl.allocate_shared_memory(gl.float32, [COUNT], FLAT)
+    staged = gl.allocate_shared_memory(gl.float32, [CHUNK, HALF], STAGED)
+    logit_sums = staged.slice(0, COUNT)
+    staged_S = S_tiles._reinterpret(gl.float32, [2, CHUNK, HALF], STAGED)
+    staged_dS = dS_tiles._reinterpret(gl.float32, [2, CHUNK, HALF], STAGED)
     anchor_0 = gl.allocate_shared_memory(gl.float32, [HALF], FLAT)
     anchor_1 = gl.allocate_shared_memory(gl.float32, [HALF], FLAT)
     total = gl.allocate_shared_memory(gl.float32, [HALF], FLAT)
-    left_q = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, HALF], SWIZZLED)
-    left_k = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, HALF], SWIZZLED)
-    right = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, HALF], SWIZZLED)
-    d_beta = gl.zeros([COUNT, GROUP], gl.float32, layout=ROW)
-    d_rate = 0.0
+    left_qs = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, HALF], SWIZZLED)
+    left_q = left_qs.index(0)
+    left_ks = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, HALF], SWIZZLED)
+    left_k = left_ks.index(0)
+    rights = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, HALF], SWIZZLED)
+    right = rights.index(0)
+    d_beta = gl.zeros([COUNT, GROUP, HALF // 2], gl.float32, layout=PAIRS)
+    d_rate = gl.zeros([COUNT, HALF], gl.float32, layout=SUMS)
     for half in range(2):
         # Through the states.
         fence_async_shared()
+        zero = _opaque_zero()
+        dO_tile = dO_tiles.index(zero)
+        D_tile = D_tiles.index(zero)
+        E_tile = E_tiles.index(zero)
+        dA = dAs.index(zero)
+        dL = dLs.index(zero)
+        left_q = left_qs.index(zero)
+        left_k = left_ks.index(zero)
+        right = rights.index(zero)
         S_tile, dS_tile = S_tiles.index(half), dS_tiles.index(half)
         y_q = _first_product(dO_tile, S_tile)
         y_k = _first_product(D_tile, S_tile)
         to_state = _first_product(E_tile, dS_tile)
-        S_dS.store(gl.sum(S_tile.load(COPY).to(gl.float32) * dS_tile.load(COPY).to(gl.float32), 0))
+        bias = gl.load(dt_bias + h * K + half * HALF + channel).to(gl.float32)
+        products = S_tile.load(STATE).to(gl.float32) * dS_tile.load(STATE).to(gl.float32)
+        S_dS.store(gl.sum(gl.sum(gl.reshape(products, [8, 8, 2, HALF]), 0), 1))
 
         # Gate, anchors, and operands of the pairs.
-        bias = gl.load(dt_bias + h * K + half * HALF + channel).to(gl.float32)
         u = rate * (_load(z_tiles.index(half)) + bias)
         a = (BOUND * LOG2_E) * reciprocal(1.0 + exp2(-LOG2_E * u))
         a = gl.where(inside, a, 0.0)
         sums.store(gl.sum(a, 1))
-        by_group = sums.load(CHANNELS)
-        first_tile = gl.sum(gl.where(of < COUNT // 2, by_group, 0.0), 0)
-        both_tiles = gl.sum(by_group, 0)
-        anchor_0.store(gl.floor(0.5 * first_tile))
-        anchor_1.store(gl.floor(0.5 * (first_tile + both_tiles)))
-        total.store(both_tiles)
-        sums.store(gl.associative_scan(by_group, 0, add) - by_group)
-        Gc = gl.associative_scan(a, 1, add) + gl.expand_dims(sums.load(SUMS), 1)
-        up = exp2(Gc - gl.where(group < COUNT // 2, _per_channel(anchor_0), _per_channel(anchor_1)))
+        by_group = sums.load(BY_GROUP)
+        both_tiles = _sum(by_group)
+        first_tile = _sum(gl.where(in_first_tile, by_group, 0.0))
+        first_anchor = gl.floor(0.5 * first_tile)
+        second_anchor = gl.floor(0.5 * (first_tile + both_tiles))
+        Gc = gl.associative_scan(a, 1, add) + _sum_of(by_group, of < own_group)
+        up = exp2(Gc - gl.where(group < COUNT // 2, first_anchor, second_anchor))
+        anchor_0.store(gl.reshape(first_anchor, [HALF]))
+        anchor_1.store(gl.reshape(second_anchor, [HALF]))
+        total.store(gl.reshape(both_tiles, [HALF]))
         q_norm = gl.expand_dims(_per_row(q_norms), 2)
         k_norm = gl.expand_dims(_per_row(k_norms), 2)
         beta = gl.expand_dims(_per_row(betas), 2)
@@ -329,11 +398,16 @@ def _intra_backward_hopper(
         y_k = _product(dL.slice(TILE, TILE, 1), right.slice(TILE, TILE), y_k)
         to_pairs = _product(dA.slice(0, TILE).permute((1, 0)), left_q.slice(0, TILE), to_pairs)
         to_pairs = _product(dL.slice(0, TILE).permute((1, 0)), left_k.slice(0, TILE), to_pairs)
-        to_state = _groups(to_state * up_scale * exp2(_beside(total) - anchor))
+        staged.store(to_state * up_scale * exp2(_beside(total) - anchor))
+        to_state = _load(staged)
         y_q, y_k, to_pairs = warpgroup_mma_wait(0, deps=(y_q, y_k, to_pairs))
-        y_q, y_k, to_pairs = _groups(y_q), _groups(y_k), _groups(to_pairs)
+        # Every warp is through with this half of the states: it has read what was staged behind them.
+        staged_S.index(half).store(y_q)
+        staged_dS.index(half).store(y_k)
+        staged.store(to_pairs)
 
         # To the rows.
+        y_q, y_k, to_pairs = _load(staged_S.index(half)), _load(staged_dS.index(half)), _load(staged)
         w = _load(right)
         to_leaving = w * to_state
         d_G = -w * to_pairs
@@ -342,18 +416,18 @@ def _intra_backward_hopper(
         beta = gl.expand_dims(_per_row(betas), 2)
         unit_k = _load(k_tiles.index(half)) * k_norm
         unit_q = _load(q_tiles.index(half)) * q_norm
-        own = scale * gl.expand_dims(_per_row(own_pair), 2)
-        out = at + row * (H * K) + half * HALF + channel
+        own = scale * gl.expand_dims(_per_row_of_two(own_pair), 2)
+        out = at + (half * HALF + channel) + group * (GROUP * H * K) + member * (H * K)
         d_G += _load(left_q) * y_q
         d_rows = scale * (up * y_q * down_scale) + own * beta * unit_k
         d_rows = q_norm * (d_rows - gl.expand_dims(_per_row(along_q), 2) * unit_q)
         gl.store(d_q + out, d_rows.to(d_q.dtype.element_ty), mask=inside)
         down = reciprocal(up)
         d_writes = down * (to_pairs + to_state) * down_scale + own * unit_q
-        d_beta += gl.sum(unit_k * d_writes, 2)
+        d_beta += gl.sum(gl.reshape(unit_k * d_writes, [COUNT, GROUP, HALF // 2, 2]), 3)
         d_G += _load(left_k) * y_k
         d_rows = up * y_k * down_scale + beta * d_writes
-        along_k = gl.expand_dims(2.0 * _per_row(along_w) - _per_row(along_v), 2)
+        along_k = gl.expand_dims(2.0 * _per_row_of_two(along_w) - _per_row(along_v), 2)
         d_rows = k_norm * (d_rows - along_k * unit_k)
         gl.store(d_k + out, d_rows.to(d_k.dtype.element_ty), mask=inside)
 
@@ -362,14 +436,11 @@ def _intra_backward_hopper(
         # larger.
         group_sum = gl.sum(d_G, 1)
         sums.store(group_sum)
-        by_group = sums.load(CHANNELS)
-        sums.store(gl.expand_dims(gl.sum(by_group, 0), 0) - gl.associative_scan(by_group, 0, add))
+        leaving_sums.store(gl.sum(to_leaving, 1))
         d_g = gl.expand_dims(group_sum, 1) - gl.associative_scan(d_G, 1, add) + d_G
-        d_g += gl.expand_dims(sums.load(SUMS), 1)
-        sums.store(gl.sum(to_leaving, 1))
-        sums.store(_sums_before(sums.load(CHANNELS), 0))
-        d_g += _sums_before(to_leaving, 1) + gl.expand_dims(sums.load(SUMS), 1)
-        d_g = d_g * down_scale + exp2(_per_channel(total)) * _per_channel(S_dS)
+        d_g += _sum_of(sums.load(BY_GROUP), of > own_group)
+        d_g += _sums_before(to_leaving, 1) + _sum_of(leaving_sums.load(BY_GROUP), of < own_group)
+        d_g = d_g * down_scale + exp2(_per_channel(total)) * _sum(S_dS.load(BY_GROUP))
         u = rate * (_load(z_tiles.index(half)) + bias)
         e = exp2(-LOG2_E * u)
         gate = reciprocal(1.0 + e)
@@ -378,12 +449,14 @@ def _intra_backward_hopper(
         d_logits = d_u * rate
         gl.store(d_z + out, d_logits.to(d_z.dtype.element_ty), mask=inside)
         u = gl.minimum(gl.maximum(u, -1e30), 1e30)
-        d_rate += gl.sum(gl.sum(gl.sum(d_u * u, 2), 1), 0)
-        sums.store(gl.sum(d_logits, 1))
-        d = gl.arange(0, HALF, layout=gl.SliceLayout(0, CHANNELS))
-        gl.store(d_bias + chunk * K + half * HALF + d, gl.sum(sums.load(CHANNELS), 0))
+        d_rate += gl.sum(d_u * u, 1)
+        logit_sums.store(gl.sum(d_logits, 1))
         async_copy.wait_group(0)
-    gl.store(d_A_log + chunk, d_rate)
+        d = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, BY_GROUP))
+        gl.store(d_bias + chunk * K + d, gl.sum(logit_sums.load(BY_GROUP), 0))
+    rate_sums.store(gl.sum(d_rate, 1))
+    gl.store(d_A_log + chunk, gl.sum(rate_sums.load(EVERY), 0))
+    d_beta = gl.convert_layout(gl.sum(d_beta, 2), ROW)
     i = gl.sum(row, 2)
     beta = _per_row(betas)
     gl.store(
