@@ -85,7 +85,8 @@ def test_a_sequence_in_pieces_has_the_gradients_of_a_whole_one():
     for name, x in cut.items():
         assert torch.equal(x, again[name]), name
         error, of_whole = relative_error(x, oracle[name]), relative_error(whole[name], oracle[name])
-        assert error < 1.2 * of_whole + 1e-4, f"{name}: {error} in pieces, {of_whole} whole"
+        luck = 1.2 if x.numel() > 1000 else 4.0  # A_log has two numbers
+        assert error < luck * of_whole + 1e-4, f"{name}: {error} in pieces, {of_whole} whole"
     assert torch.equal(cut["d_initial_state"][1], whole["d_initial_state"][1])
 
 

@@ -28,6 +28,8 @@ independent slices:
 
     q . dq = dO . O          k . dk = D . (2E - V), with the part through w          w . dw = E . D
 
+For beta, which has beta dbeta = w . dw, both sides are at hand. They round different numbers: half of each.
+
 Two kernels. `_pairs_backward` works on the side of V, a program a chunk: dA and dL, cut to the rows that meet
 in each join, and those sums. `_intra_backward` does the rest, a program a chunk and slice of K. Tensor cores
 take a loaded left operand from shared memory, where it costs no registers, but one that a program computes
@@ -160,13 +162,14 @@ def _pairs_backward(
     k += start * stride_kt + h * stride_kh
     wide = tl.load(k + row * stride_kt + d, mask=inside, other=0.0)
     k_norm = _diagonal(tl.dot(wide, tl.trans(wide), input_precision=PRECISION), row, column)
-    # What each row needs of these: its own pair, q . dq, k . dk, and the inverse norms of q and k.
-    rows += chunk * (5 * CHUNK) + i
+    # What each row needs of these: its own pair, q . dq, k . dk, the inverse norms of q and k, and E . dE.
+    rows += chunk * (6 * CHUNK) + i
     tl.store(rows, own)
     tl.store(rows + CHUNK, along_q)
     tl.store(rows + 2 * CHUNK, 2.0 * along_w - along_v)
     tl.store(rows + 3 * CHUNK, tl.rsqrt(q_norm + EPS))
     tl.store(rows + 4 * CHUNK, tl.rsqrt(k_norm + EPS))
+    tl.store(rows + 5 * CHUNK, along_w)
     pairs += chunk * (2 * WIDTHS * CHUNK * CHUNK) + row * CHUNK + column
     apart = row ^ column  # below 2^n: in the same 2^n rows
     # dA and dL inside 64, 32, 16 rows; of the wider two a join uses the part that its factors leave.
@@ -216,7 +219,7 @@ def _intra_backward(
     S_dS = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
     bias = tl.load(dt_bias + h * K + d).to(tl.float32)[None, :]
     rate = tl.exp(tl.minimum(tl.load(A_log + h).to(tl.float32), 60.0))
-    rows += chunk * (5 * CHUNK) + row
+    rows += chunk * (6 * CHUNK) + row
     q_norm, k_norm = tl.load(rows + 3 * CHUNK), tl.load(rows + 4 * CHUNK)
     beta = tl.load(b + (start + row) * stride_b + h, mask=inside, other=0.0)
     beta = tl.sigmoid(beta.to(tl.float32))
@@ -304,8 +307,9 @@ def _intra_backward(
     d_rows = q_norm * (d_rows - along_q * unit_q)
     tl.store(d_q + at, d_rows.to(d_q.dtype.element_ty), mask=inside)
     d_rows = d_writers * down + (scale * own) * unit_q
-    d_beta = tl.sum(unit_k * d_rows, 1)[:, None]
-    tl.store(d_b + ((start + row) * H + h) * SLICES + part, beta * (1.0 - beta) * d_beta, mask=inside)
+    along_w = tl.load(rows + 5 * CHUNK, mask=row + part * CHUNK < CHUNK, other=0.0)
+    d_beta = 0.5 * (1.0 - beta) * (beta * tl.sum(unit_k * d_rows, 1)[:, None] + along_w)
+    tl.store(d_b + ((start + row) * H + h) * SLICES + part, d_beta, mask=inside)
     d_rows = k_norm * (beta * d_rows + d_readers_k * up - along_k * unit_k)
     tl.store(d_k + at, d_rows.to(d_k.dtype.element_ty), mask=inside)
 
@@ -394,7 +398,7 @@ def intra_backward(
     # Joining halves takes all pairs and finds those of its levels, where blocks have them stored apart.
     widths = 1 if lower_bound is None else 3
     pairs = states.new_empty(plan.chunks, H, 2 * widths, CHUNK, CHUNK)
-    rows = q.new_empty(plan.chunks, H, 5, CHUNK, dtype=torch.float32)
+    rows = q.new_empty(plan.chunks, H, 6, CHUNK, dtype=torch.float32)
     tables = plan.cu_seqlens, plan.first_chunk, plan.chunk_sequence
     _pairs_backward[(plan.chunks, H)](
         q, k, v, o, d_o, d_v, errors, pairs, rows, *tables,

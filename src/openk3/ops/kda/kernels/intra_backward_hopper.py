@@ -10,7 +10,10 @@ Pairs of one tile multiply these as they are. For those between the tiles, whose
 factor 2^(M_1 - M_0) belongs to the channel and not to the rows, so that it is taken out of the product. Being
 powers of two, the factors leave each pair's share in the gate's gradient the same number at its reader and at
 its writer: the reverse sum over rows cancels pairs that do not span a row to fp32 rounding. Writes into the
-leaving state are summed apart, from the rows before; the gradient to beta along K, from that of the writes.
+leaving state are summed apart, from the rows before.
+
+dA is kept in two bf16 parts: where keys repeat, its roundings add up along one direction. The second part
+takes the place of half of q, which is copied again.
 
 Where gates lie at their bound, operands use up the exponents of fp32, and small gradients times small
 operands would vanish. So gradients to pairs are brought to one size by a power of two for each chunk.
@@ -299,9 +302,13 @@ def _intra_backward_hopper(
     up_scale, down_scale = _power_of_two(gl.reduce(largest.load(EVERY), 0, _largest))
     dAs = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, CHUNK], SWIZZLED)
     dA = dAs.index(0)
+    dA_rest = q_tiles.index(1)  # whose norms are taken: the half of q comes again into the place of the first
     dLs = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, CHUNK], SWIZZLED)
     dL = dLs.index(0)
-    dA.store(gl.where(i > j, dA_pairs * up_scale, 0.0).to(gl.bfloat16))
+    dA_pairs = gl.where(i > j, dA_pairs * up_scale, 0.0)
+    dA_rounded = dA_pairs.to(gl.bfloat16)
+    dA.store(dA_rounded)
+    dA_rest.store((dA_pairs - dA_rounded.to(gl.float32)).to(gl.bfloat16))
     dL.store(gl.where(i > j, dL_pairs * -up_scale, 0.0).to(gl.bfloat16))
 
     group = gl.arange(0, COUNT, layout=gl.SliceLayout(1, ROW))[:, None]
@@ -347,6 +354,7 @@ def _intra_backward_hopper(
         left_q = left_qs.index(zero)
         left_k = left_ks.index(zero)
         right = rights.index(zero)
+        q_tile, dA_rest = q_tiles.index(zero), q_tiles.index(1 + zero)
         S_tile, dS_tile = S_tiles.index(half), dS_tiles.index(half)
         y_q = _first_product(dO_tile, S_tile)
         y_k = _first_product(D_tile, S_tile)
@@ -359,6 +367,7 @@ def _intra_backward_hopper(
         u = rate * (_load(z_tiles.index(half)) + bias)
         a = (BOUND * LOG2_E) * reciprocal(1.0 + exp2(-LOG2_E * u))
         a = gl.where(inside, a, 0.0)
+        async_copy.wait_group(1)
         sums.store(gl.sum(a, 1))
         by_group = sums.load(BY_GROUP)
         both_tiles = _sum(by_group)
@@ -376,13 +385,15 @@ def _intra_backward_hopper(
         unit_k = _load(k_tiles.index(half)) * k_norm
         _store(left_k, unit_k * up)
         _store(right, unit_k * beta * reciprocal(up))
-        _store(left_q, _load(q_tiles.index(half)) * q_norm * (scale * up))
+        _store(left_q, _load(q_tile) * q_norm * (scale * up))
         fence_async_shared()
 
         # Through the pairs: first those whose writer, or reader, is in the other tile for one of the tiles.
         p_q = _first_product(dA.slice(0, TILE, 1), right.slice(0, TILE))
+        p_q = _product(dA_rest.slice(0, TILE, 1), right.slice(0, TILE), p_q)
         p_k = _first_product(dL.slice(0, TILE, 1), right.slice(0, TILE))
         to_pairs = _first_product(dA.slice(TILE, TILE).permute((1, 0)), left_q.slice(TILE, TILE))
+        to_pairs = _product(dA_rest.slice(TILE, TILE).permute((1, 0)), left_q.slice(TILE, TILE), to_pairs)
         to_pairs = _product(dL.slice(TILE, TILE).permute((1, 0)), left_k.slice(TILE, TILE), to_pairs)
         y_q, y_k, to_state, p_q, p_k, to_pairs = warpgroup_mma_wait(
             0, deps=(y_q, y_k, to_state, p_q, p_k, to_pairs)
@@ -395,8 +406,10 @@ def _intra_backward_hopper(
         y_k = gl.where(early, p_k, _between(p_k, anchor_0, anchor_1)) - y_k * up_scale * from_start
         to_pairs = gl.where(early, _between(to_pairs, anchor_0, anchor_1), to_pairs)
         y_q = _product(dA.slice(TILE, TILE, 1), right.slice(TILE, TILE), y_q)
+        y_q = _product(dA_rest.slice(TILE, TILE, 1), right.slice(TILE, TILE), y_q)
         y_k = _product(dL.slice(TILE, TILE, 1), right.slice(TILE, TILE), y_k)
         to_pairs = _product(dA.slice(0, TILE).permute((1, 0)), left_q.slice(0, TILE), to_pairs)
+        to_pairs = _product(dA_rest.slice(0, TILE).permute((1, 0)), left_q.slice(0, TILE), to_pairs)
         to_pairs = _product(dL.slice(0, TILE).permute((1, 0)), left_k.slice(0, TILE), to_pairs)
         staged.store(to_state * up_scale * exp2(_beside(total) - anchor))
         to_state = _load(staged)
@@ -415,7 +428,7 @@ def _intra_backward_hopper(
         k_norm = gl.expand_dims(_per_row(k_norms), 2)
         beta = gl.expand_dims(_per_row(betas), 2)
         unit_k = _load(k_tiles.index(half)) * k_norm
-        unit_q = _load(q_tiles.index(half)) * q_norm
+        unit_q = _load(q_tile) * q_norm
         own = scale * gl.expand_dims(_per_row_of_two(own_pair), 2)
         out = at + (half * HALF + channel) + group * (GROUP * H * K) + member * (H * K)
         d_G += _load(left_q) * y_q
@@ -439,6 +452,10 @@ def _intra_backward_hopper(
         leaving_sums.store(gl.sum(to_leaving, 1))
         d_g = gl.expand_dims(group_sum, 1) - gl.associative_scan(d_G, 1, add) + d_G
         d_g += _sum_of(sums.load(BY_GROUP), of > own_group)
+        # Every warp has read this half of q: the other one comes in its place.
+        _copy(q_tile, q + HALF, gl.where(half == 0, rows, 0), stride_qt, COPY)
+        async_copy.commit_group()
+        async_copy.commit_group()  # of nothing, so that each half waits for the same number
         d_g += _sums_before(to_leaving, 1) + _sum_of(leaving_sums.load(BY_GROUP), of < own_group)
         d_g = d_g * down_scale + exp2(_per_channel(total)) * _sum(S_dS.load(BY_GROUP))
         u = rate * (_load(z_tiles.index(half)) + bias)
@@ -451,17 +468,17 @@ def _intra_backward_hopper(
         u = gl.minimum(gl.maximum(u, -1e30), 1e30)
         d_rate += gl.sum(d_u * u, 1)
         logit_sums.store(gl.sum(d_logits, 1))
-        async_copy.wait_group(0)
+        async_copy.wait_group(2)
         d = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, BY_GROUP))
         gl.store(d_bias + chunk * K + d, gl.sum(logit_sums.load(BY_GROUP), 0))
+    async_copy.wait_group(0)
     rate_sums.store(gl.sum(d_rate, 1))
     gl.store(d_A_log + chunk, gl.sum(rate_sums.load(EVERY), 0))
     d_beta = gl.convert_layout(gl.sum(d_beta, 2), ROW)
     i = gl.sum(row, 2)
     beta = _per_row(betas)
-    gl.store(
-        d_b + (start + i) * H + h, (beta * (1.0 - beta) * d_beta).to(d_b.dtype.element_ty), mask=i < rows
-    )
+    d_logits = 0.5 * (1.0 - beta) * (beta * d_beta + _per_row_of_two(along_w))
+    gl.store(d_b + (start + i) * H + h, d_logits.to(d_b.dtype.element_ty), mask=i < rows)
 
 
 def intra_backward_hopper(

@@ -46,7 +46,7 @@ def intra_backward_unbounded(
     start = (tl.load(cu_seqlens + n) + (c - tl.load(first_chunk + n)) * CHUNK).to(tl.int64)
     inside = (i < tl.load(cu_seqlens + n + 1) - start)[:, None]
     chunk = c * H + h
-    rows += chunk * (5 * CHUNK) + row
+    rows += chunk * (6 * CHUNK) + row
     q_norm, k_norm = tl.load(rows + 3 * CHUNK), tl.load(rows + 4 * CHUNK)
     beta = tl.load(b + (start + row) * stride_b + h, mask=inside, other=0.0)
     beta = tl.sigmoid(beta.to(tl.float32))
@@ -121,7 +121,9 @@ def intra_backward_unbounded(
     at = (start * H + h) * K + row * (H * K) + d[None, :]
     d_rows = q_norm * (scale * d_read_q + own * beta * unit_k - along_q * unit_q)
     tl.store(d_q + at, d_rows.to(d_q.dtype.element_ty), mask=inside)
-    d_beta = (1.0 - beta) * (along_w[:, None] + beta * own * tl.sum(unit_q * unit_k, 1)[:, None])
+    d_beta = along_w[:, None] + beta * own * tl.sum(unit_q * unit_k, 1)[:, None]
+    d_beta += tl.load(rows + 5 * CHUNK, mask=row + part * CHUNK < CHUNK, other=0.0)
+    d_beta *= 0.5 * (1.0 - beta)
     tl.store(d_b + ((start + row) * H + h) * SLICES + part, d_beta, mask=inside)
     d_rows = k_norm * (d_key + own * beta * unit_q - along_k * unit_k)
     tl.store(d_k + at, d_rows.to(d_k.dtype.element_ty), mask=inside)

@@ -79,7 +79,10 @@ def _scan_backward(
             tl.store(d_states + chunk * V * K + e[:, None] * K + d[None, :], leaving)
         D = tl.dot(leaving, tl.trans(tl.load(ke + tile)), input_precision=PRECISION)
         D = tl.dot(dO, tl.load(attention + pairs), D, input_precision=PRECISION)
-        D = tl.dot(D.to(OPERAND), tl.load(inverse + pairs), input_precision=PRECISION).to(OPERAND)
+        # The inverse has ones on its diagonal: what rounding takes from an operand goes around the product.
+        rounded = D.to(OPERAND)
+        D = tl.dot(rounded, tl.load(inverse + pairs), D - rounded.to(tl.float32), input_precision=PRECISION)
+        D = D.to(OPERAND)
         if not FRAGMENTS:
             tl.store(d_v + values, tl.trans(D).to(d_v.dtype.element_ty), mask=inside)
         dS *= tl.load(decay + chunk * K + d)[None, :]

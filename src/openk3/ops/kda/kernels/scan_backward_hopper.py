@@ -186,8 +186,11 @@ def scan_backward_hopper(
             (first + last - ahead) * H + h, start + (last - ahead) * CHUNK, column, ahead < chunks, BV, True,
         )  # fmt: skip
         dE, left, dO = warpgroup_mma_wait(0, deps=(dE, left, dO))
-        dE = gl.convert_layout(dE.to(gl.bfloat16), LEFT)
-        D = warpgroup_mma(dE, inverse_tiles.index(stage), zero, use_acc=False, is_async=True)
+        # The inverse has ones on its diagonal: what rounding takes from dE goes around the product.
+        rounded = dE.to(gl.bfloat16)
+        rest = dE - rounded.to(gl.float32)
+        dE = gl.convert_layout(rounded, LEFT)
+        D = warpgroup_mma(dE, inverse_tiles.index(stage), rest, is_async=True)
         dO_left = gl.convert_layout(dO, LEFT_S)
         dS = warpgroup_mma(dO_left, qd_tiles.index(stage), dS, is_async=True)
         if not FRAGMENTS:
