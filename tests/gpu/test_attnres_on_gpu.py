@@ -100,9 +100,10 @@ def test_all_queries_against_float64(S, T, d, Q, dtype):
     actual = attnres_bank_mixes(bank, queries, gains, implementation="triton")
     again = attnres_bank_mixes(bank, queries, gains, implementation="triton")
     for q, (mine, same, oracle) in enumerate(zip(actual, again, expected, strict=True)):
-        assert relative_error(mine.values, oracle.values) < (1e-5 if dtype == torch.float32 else BF16)
-        # Of scores of 3 (1 + q) and more: sums of 7,168 products, which tensor cores cut off at each step.
-        assert (mine.lse - oracle.lse).abs().max() < 1e-4 * (1 + q)
+        # Scores have a deviation of 3 (1 + q), of which fp32 has sums of 7,168 products to 1e-5.
+        fine = 1e-5 * (1 + q)
+        assert relative_error(mine.values, oracle.values) < (fine if dtype == torch.float32 else BF16)
+        assert (mine.lse - oracle.lse).abs().max() < 3 * fine
         assert torch.equal(mine.values, same.values) and torch.equal(mine.lse, same.lse)
 
 

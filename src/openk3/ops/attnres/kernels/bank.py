@@ -7,7 +7,9 @@ whole rows, which do not fit on a processor beside all queries; so the bank is r
 a matrix product of few columns and by one that is a sum: 2 S + Q U.
 
 Half-precision rows go through tensor cores as they are. The queries are cut into three bf16 parts, which add
-up to the fp32 number to its last bit or nearly: products are exact and the sum is fp32's.
+up to the fp32 number to its last bit or nearly: products are exact. Tensor cores cut their sums off where
+fp32 would round them, thousands of times to one side along a row; so a sum there is of one block of columns,
+and blocks are added outside.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import, assignment, misc"
@@ -45,6 +47,7 @@ def weigh(
     d,
     Q,
     eps,
+    one,  # 1.0: a factor that keeps the compiler from adding inside of the product
     S: tl.constexpr,
     QUERIES: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -69,14 +72,13 @@ def weigh(
         for i in tl.static_range(S):
             v = tl.load(bank[i] + row + col[None, :], mask=inside, other=0.0)
             wide = v.to(tl.float32)
-            sums = along[0]
             if parts.dtype.element_ty == tl.float32:
-                sums = tl.dot(wide, tl.trans(high), sums, input_precision="ieee")
+                block = tl.dot(wide, tl.trans(high), input_precision="ieee")
             else:
-                sums = tl.dot(v, tl.trans(low), sums)
-                sums = tl.dot(v, tl.trans(middle), sums)
-                sums = tl.dot(v, tl.trans(high), sums)
-            along = along[1:] + (sums,)  # noqa: RUF005
+                block = tl.dot(v, tl.trans(low))
+                block = tl.dot(v, tl.trans(middle), block)
+                block = tl.dot(v, tl.trans(high), block)
+            along = along[1:] + (along[0] + block * one,)  # noqa: RUF005
             square = square[1:] + (square[0] + tl.sum(wide * wide, 1),)  # noqa: RUF005
     scores = ()
     top = along[0] * tl.rsqrt(square[0] / d + eps)[:, None]

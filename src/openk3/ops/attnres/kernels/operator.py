@@ -257,7 +257,7 @@ def _bank_mixes(
     weights = lse.new_empty(T, Q, S)
     sizes = weigh_sizes(S, QUERIES, parts, bank[0])
     bank_kernels.weigh[(triton.cdiv(T, sizes["TOKENS"]),)](
-        bank, parts, weights, lse, T, d, Q, eps, S=S, QUERIES=QUERIES, **sizes
+        bank, parts, weights, lse, T, d, Q, eps, 1.0, S=S, QUERIES=QUERIES, **sizes
     )
     bank_kernels.mix[(T * triton.cdiv(d, MIX["COLUMNS"]),)](bank, weights, values, T, d, Q, S=S, **MIX)
     return values, lse
