@@ -16,6 +16,7 @@ from openk3.ops.kda.kernels.pieces import pieces_that_fill
 from openk3.ops.kda.kernels.plan import ChunkPlan, mark_checkpoints, plan_chunks
 from openk3.ops.kda.kernels.prepare import prepare
 from openk3.ops.kda.kernels.scan import Pieces, scan
+from openk3.ops.kernel_operator import kernel_operator
 
 
 def _pieces(v: Tensor, plan: ChunkPlan, split: bool) -> Pieces | None:
@@ -25,7 +26,7 @@ def _pieces(v: Tensor, plan: ChunkPlan, split: bool) -> Pieces | None:
     return pieces_that_fill(plan, v.shape[1], v.shape[2], processors)
 
 
-@torch.library.custom_op("openk3::gated_kda", mutates_args=())
+@kernel_operator("openk3::gated_kda")
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -74,7 +75,7 @@ def _(
     return v.new_empty(v.shape), final_state, final_state.new_empty(shape)
 
 
-@torch.library.custom_op("openk3::gated_kda_backward", mutates_args=())
+@kernel_operator("openk3::gated_kda_backward")
 def _backward(
     q: Tensor,
     k: Tensor,
