@@ -82,8 +82,8 @@ def _times(x, factor):
 
 @triton.jit
 def _times_power(x, exponent):
-    """Rows `[64, F]` times 2^exponent `[4, F]` of their block, in two steps: the factor alone may be too small
-    for fp32 where the product is not."""
+    """Rows `[64, F]` times 2^exponent `[4, F]` of their block, in two steps: the factor alone may be too
+    small for fp32 where the product is not."""
     half = tl.floor(0.5 * exponent)
     x = _by_block(x) * tl.exp2(half)[:, None, :] * tl.exp2(exponent - half)[:, None, :]
     return tl.reshape(x, [BLOCKS * BLOCK, x.shape[2]])

@@ -129,7 +129,9 @@ def _largest_by_warp(x):
 def _power_of_two(largest):
     """What brings `largest`, not negative, to between 16 and 32, and its inverse.
 
-    Not further than 2^64 up: rows' products with the state, of any size beside the pairs', take part.
+    Not further than 2^64 up: rows' products with the state, of any size beside the pairs', take part. From
+    2^64 on they leave fp32 where all pairs of the chunk lie below 2^-60, which takes states of that size
+    that the keys of the chunk do not see.
     """
     exponent = (largest.to(gl.int32, bitcast=True) >> 23) & 255
     exponent = gl.minimum(gl.maximum(exponent, 67), 250)
