@@ -238,3 +238,11 @@ def test_gradients_of_the_gate_have_the_dtypes_of_its_weights():
     o = torch.ones_like(inputs["v"])
     arguments = (*tensors, cu_seqlens, state, o, o, state, -5.0, 0.125, True)
     torch.library.opcheck(_backward, arguments, test_utils="test_faketensor")
+
+
+def test_no_head_is_nothing_to_do():
+    inputs = _single(_inputs([5, 0], 0, 64))
+    o, S = gated_kda(**inputs)
+    assert (o.shape, S.shape) == ((5, 0, 64), (2, 0, 64, 64))
+    with pytest.raises(KernelUnavailable):
+        gated_kda(**inputs, implementation="triton")
