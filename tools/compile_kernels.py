@@ -92,6 +92,7 @@ def compile_for(
         FakeTensorMode(),
         patch.object(JITFunction, "run", run),
         patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
+        patch.object(torch.cuda, "current_device", lambda: 0),
         patch.object(torch.cuda, "get_device_capability", lambda *_: divmod(capability, 10)),
         patch.object(torch.Tensor, "contiguous", lambda x, **_: x.new_empty(x.shape)),  # no CUDA to copy with
         patch("openk3.ops.kda.kernels.intra_backward._selections", _fake_selections),

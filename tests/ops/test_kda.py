@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from openk3.errors import InvalidInput, KernelUnavailable
-from openk3.ops.kda import eager, kda, kda_step
+from openk3.ops.kda import eager, gated_kda, kda, kda_step
 from openk3.ops.kda.scan import scan
 
 Tensors = dict[str, torch.Tensor]
@@ -346,3 +346,17 @@ def test_a_step_names_a_state_that_does_not_fit():
 def test_a_kernel_that_does_not_exist_is_an_error_not_a_fallback():
     with pytest.raises(KernelUnavailable, match="kda"):
         on([4], implementation="triton")(**draw([4], "mixed"))
+
+
+@pytest.mark.parametrize(("K", "V"), [(0, 4), (4, 0)])
+def test_heads_without_a_channel_are_refused(K, V):
+    T, H = 5, 2
+    q, v, beta = torch.ones(T, H, K), torch.ones(T, H, V), torch.ones(T, H)
+    cu_seqlens = torch.tensor([0, 2, T], dtype=torch.int32)
+    for call in (
+        lambda: kda(q, q, v, -q, beta, cu_seqlens),
+        lambda: kda_step(q, q, v, -q, beta, torch.ones(T, H, V, K)),
+        lambda: gated_kda(q, q, v, q, beta, torch.ones(H), torch.ones(H, K), cu_seqlens),
+    ):
+        with pytest.raises(InvalidInput, match="K and V must be at least 1"):
+            call()

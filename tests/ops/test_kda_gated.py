@@ -95,6 +95,21 @@ def test_extreme_inputs_give_finite_outputs(scale):
     assert torch.isfinite(o).all() and torch.isfinite(S).all()
 
 
+@pytest.mark.parametrize("scale", [1e-9, -3e-4, 0.0])
+def test_a_small_scale_takes_no_digits_from_outputs_and_gradients(scale):
+    """Gates at the bound: behind 32 tokens of it the factors of queries are 2^-116."""
+    inputs = _single(_inputs([64], 1, 64, shift=20.0)) | {"initial_state": None}
+    results = []
+    for dtype, implementation in ((torch.float32, "triton"), (torch.float64, "reference")):
+        own = {n: x.to(dtype) if x is not None and n != "cu_seqlens" else x for n, x in inputs.items()}
+        q = own["q"].requires_grad_()
+        o, _ = gated_kda(**own, scale=scale, implementation=implementation)
+        results.append((o, torch.autograd.grad(o.sum(), q)[0]))
+    for mine, oracle in zip(*results, strict=True):
+        for t in range(64):
+            assert relative_error(mine[t], oracle[t]) < 1e-5 if scale else not mine[t].any(), t
+
+
 def test_a_checkpoint_is_bitwise_the_state_of_a_call_that_ends_there_and_continues_bitwise():
     inputs = _single(_inputs([20, 150], 1, 64))
     at = torch.tensor([20, 20 + 64, 20 + 128, 170], dtype=torch.int32)
@@ -223,3 +238,11 @@ def test_gradients_of_the_gate_have_the_dtypes_of_its_weights():
     o = torch.ones_like(inputs["v"])
     arguments = (*tensors, cu_seqlens, state, o, o, state, -5.0, 0.125, True)
     torch.library.opcheck(_backward, arguments, test_utils="test_faketensor")
+
+
+def test_no_head_is_nothing_to_do():
+    inputs = _single(_inputs([5, 0], 0, 64))
+    o, S = gated_kda(**inputs)
+    assert (o.shape, S.shape) == ((5, 0, 64), (2, 0, 64, 64))
+    with pytest.raises(KernelUnavailable):
+        gated_kda(**inputs, implementation="triton")

@@ -154,6 +154,22 @@ def test_small_gradients_are_as_exact_as_large_ones():
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # Triton interpreted by NumPy
+def test_a_large_state_is_read_behind_decays_whose_factor_alone_is_too_small_for_fp32():
+    """Of rows 16 to 31 the middle lies 2^-159 below the start, but what they read 2^-68 to 2^-135."""
+    inputs = draw([32], 0.0)
+    inputs["A_log"].zero_(), inputs["dt_bias"].zero_()
+    inputs["z"][:] = 40.0
+    inputs["z"][14:16] = -60.0
+    inputs["v"].zero_()
+    inputs["initial_state"] *= 2.0**40
+    d_o, d_final = torch.randn_like(inputs["v"]), torch.randn_like(inputs["initial_state"])
+    expected = by_the_recurrence(inputs, [32], -5.0, d_o, d_final)
+    actual = by_the_kernels(inputs, [32], -5.0, d_o, d_final, expected["o"])
+    for name in ("q", "k"):
+        for t in range(16, 22):
+            assert relative_error(actual[name][t], expected[name][t]) < 1e-3, (name, t)
+
+
 def test_a_gate_that_is_all_or_nothing_has_no_gradient_and_spoils_no_other():
     lengths = [40]
     inputs = draw(lengths, 0.0)

@@ -246,3 +246,12 @@ def test_what_the_kernel_cannot_do_is_an_error_not_a_fallback(change, message):
     inputs = draw([4], **({"dtype": torch.float64} | change))
     with pytest.raises(KernelUnavailable, match=f"short_conv: .*{message}"):
         short_conv(**inputs, cu_seqlens=packed([4]), implementation="triton")
+
+
+@pytest.mark.parametrize("implementation", ["reference", "eager"])
+def test_no_channel_is_nothing_to_do(implementation):
+    x = torch.ones(5, 0, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    y, state = short_conv(x, torch.ones(0, 4), cu_seqlens, implementation=implementation)
+    assert (y.shape, state.shape) == ((5, 0), (2, 3, 0))
+    assert torch.autograd.grad(y.sum() + state.sum(), x)[0].shape == (5, 0)

@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from openk3.ops.kernel_operator import kernel_operator
 from openk3.ops.triton_math import (
     LOG2E,
     PTX,
@@ -163,7 +164,7 @@ def _rows(*tensors: Tensor) -> tuple[list[Tensor], tuple[int], dict[str, int]]:
     return rows, (triton.cdiv(T, tile["ROWS"]) * slices,), {**tile, "SLICES": 0 if T == 1 else slices}
 
 
-@torch.library.custom_op("openk3::gated_unit", mutates_args=())
+@kernel_operator("openk3::gated_unit")
 def _gated_unit(gate: Tensor, up: Tensor, unit: str, gate_cap: float, up_cap: float) -> Tensor:
     out = gate.new_empty(gate.shape)
     if gate.numel():
@@ -180,7 +181,7 @@ def _(gate: Tensor, up: Tensor, unit: str, gate_cap: float, up_cap: float) -> Te
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("openk3::gated_unit_backward", mutates_args=())
+@kernel_operator("openk3::gated_unit_backward")
 def _gated_unit_backward(
     gate: Tensor, up: Tensor, d_out: Tensor, unit: str, gate_cap: float, up_cap: float
 ) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from openk3.ops.cross_entropy import IGNORE_INDEX
+from openk3.ops.kernel_operator import kernel_operator
 
 Tensor = torch.Tensor
 
@@ -102,7 +103,7 @@ def _default_chunk(V: int, size: int) -> int:
     return max(MIN_TOKENS, LOGIT_BYTES // (V * size) // MIN_TOKENS * MIN_TOKENS)
 
 
-@torch.library.custom_op("openk3::linear_cross_entropy", mutates_args=())
+@kernel_operator("openk3::linear_cross_entropy")
 def _linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -156,7 +157,7 @@ def _(
     )
 
 
-@torch.library.custom_op("openk3::linear_cross_entropy_scaled", mutates_args=())
+@kernel_operator("openk3::linear_cross_entropy_scaled")
 def _scaled(gradient: Tensor, factor: Tensor, like: Tensor) -> Tensor:
     """gradient * factor in the dtype of `like`, rounded once. An operator, so that it has no derivative."""
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=like.dtype))

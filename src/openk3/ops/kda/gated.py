@@ -15,7 +15,7 @@ import torch
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, choose
 from openk3.ops.inputs import check_floating
-from openk3.ops.kda.recurrence import check_state, kda
+from openk3.ops.kda.recurrence import check_head_sizes, check_state, kda
 from openk3.ops.kda_gate import kda_gate
 from openk3.ops.norm import l2_norm
 from openk3.ops.packed import check_offsets, sequence_bounds
@@ -128,7 +128,7 @@ def gated_kda(
     if initial_state is not None:
         check_state("gated_kda: initial_state", initial_state, (N, H, V, K), q.device)
     scale = K**-0.5 if scale is None else scale
-    kernels_fit = 0 < N <= MOST_SEQUENCES and abs(scale) <= LARGEST_SCALE
+    kernels_fit = 0 < N <= MOST_SEQUENCES and H > 0 and abs(scale) <= LARGEST_SCALE
     kernels_fit = kernels_fit and _kernels_take(q, k, v, z, b, A_log, dt_bias, initial_state)
     if kernels_fit and q.is_cuda and torch.is_grad_enabled():
         trained = (q, k, v, z, b, A_log, dt_bias, initial_state)
@@ -201,4 +201,5 @@ def _check(q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, A_log: Tensor,
             f"gated_kda: q, k, z must be [T, H, K], v [T, H, V], b [T, H], A_log [H], dt_bias [H, K]; "
             f"got {shapes}"
         )
+    check_head_sizes("gated_kda", k, v)
     check_floating("gated_kda", q=q, k=k, v=v, z=z, b=b, A_log=A_log, dt_bias=dt_bias)

@@ -134,9 +134,16 @@ def _check(
             f"{operator}: q, k, g must be [{first}, {second}, K], v [{first}, {second}, V], "
             f"beta [{first}, {second}]; got {shapes}"
         )
+    check_head_sizes(operator, k, v)
     check_floating(operator, **named)
     for name in ("g", "beta"):
         _check_precise(f"{operator}: {name}", named[name])
+
+
+def check_head_sizes(operator: str, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse heads without a channel."""
+    if not k.shape[2] or not v.shape[2]:
+        raise InvalidInput(f"{operator}: K and V must be at least 1, got {k.shape[2]} and {v.shape[2]}")
 
 
 def check_state(name: str, state: torch.Tensor, expected: tuple[int, ...], device: torch.device) -> None:

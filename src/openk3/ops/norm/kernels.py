@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from openk3.ops.kernel_operator import kernel_operator
 from openk3.ops.triton_math import short_sigmoid
 
 Tensor = torch.Tensor
@@ -147,7 +148,7 @@ def _strides(x: Tensor | None) -> tuple[int, int]:
     return (0, 0) if x is None else (x.stride(0), x.stride(1))
 
 
-@torch.library.custom_op("openk3::row_norm", mutates_args=())
+@kernel_operator("openk3::row_norm")
 def _row_norm(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, mean: bool) -> Tensor:
     y = x.new_empty(x.shape)
     if x.numel():
@@ -166,7 +167,7 @@ def _(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, mean: b
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("openk3::row_norm_backward", mutates_args=())
+@kernel_operator("openk3::row_norm_backward")
 def _row_norm_backward(
     x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, mean: bool, d_y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from openk3.ops.kernel_operator import kernel_operator
 from openk3.ops.quantile_balance.bins import bin_range
 
 Tensor = torch.Tensor
@@ -38,7 +39,7 @@ def _count(
     tl.atomic_add(counts + e.to(tl.int64)[None, :] * bins + place, 1, mask=inside, sem="relaxed")
 
 
-@torch.library.custom_op("openk3::required_bias_histogram", mutates_args=())
+@kernel_operator("openk3::required_bias_histogram")
 def _histogram(scores: Tensor, cutoff: Tensor, bias: Tensor, token_mask: Tensor | None, bins: int) -> Tensor:
     T, E = scores.shape
     counts = torch.zeros(E, bins, dtype=torch.int32, device=scores.device)

@@ -125,8 +125,8 @@ def _widen(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Te
 def _convolve(x: Tensor, taps: Tensor) -> Tensor:
     """x `[T, C]` as one sequence between zeros: `[T + W - 1, C]`, row t made of x[t - (W - 1)] to x[t]."""
     (T, C), W = x.shape, taps.shape[1]
-    if T == 0:
-        return x.new_zeros(W - 1, C)
+    if T == 0 or C == 0:  # the library's convolution takes neither
+        return x.new_zeros(T + W - 1, C)
     image = x.view(1, 1, T, C).permute(0, 3, 1, 2)
     out = F.conv2d(image, taps.reshape(C, 1, 1, W), padding=(0, W - 1), groups=C)
     return out[0, :, 0].t().contiguous()

@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from openk3.ops.kernel_operator import kernel_operator
+
 Tensor = torch.Tensor
 
 
@@ -219,7 +221,7 @@ def _tail_rows(x: Tensor, cu_seqlens: Tensor, offsets: Tensor | None, state: Ten
     return out
 
 
-@torch.library.custom_op("openk3::short_conv", mutates_args=())
+@kernel_operator("openk3::short_conv")
 def _short_conv(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
@@ -243,7 +245,7 @@ def _(
     return x.new_empty(x.shape), x.new_empty(tails)
 
 
-@torch.library.custom_op("openk3::short_conv_backward", mutates_args=())
+@kernel_operator("openk3::short_conv_backward")
 def _short_conv_backward(
     x: Tensor,
     weight: Tensor,
@@ -306,7 +308,7 @@ def _differentiate(ctx: Any, d_y: Tensor | None, d_final: Tensor | None) -> tupl
 _short_conv.register_autograd(_differentiate, setup_context=_keep)
 
 
-@torch.library.custom_op("openk3::short_conv_states_at", mutates_args=())
+@kernel_operator("openk3::short_conv_states_at")
 def _states_at(
     x: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None, offsets: Tensor, width: int
 ) -> Tensor:

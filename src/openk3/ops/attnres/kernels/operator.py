@@ -11,6 +11,7 @@ import triton
 
 from openk3.ops.attnres.kernels import bank as bank_kernels
 from openk3.ops.attnres.kernels import one_query
+from openk3.ops.kernel_operator import kernel_operator
 
 Tensor = torch.Tensor
 
@@ -70,7 +71,7 @@ def as_rows(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % (2 * x.element_size()) else x
 
 
-@torch.library.custom_op("openk3::attnres", mutates_args=())
+@kernel_operator("openk3::attnres")
 def _attnres(
     bank: Sequence[Tensor],
     prefix: Tensor,
@@ -130,7 +131,7 @@ def _(
     return _attnres_outputs(prefix, len(bank) + 1, want_mix, norm_gain is not None, output is not None)
 
 
-@torch.library.custom_op("openk3::attnres_backward", mutates_args=())
+@kernel_operator("openk3::attnres_backward")
 def _attnres_backward(
     sources: Sequence[Tensor],
     query: Tensor,
@@ -235,7 +236,7 @@ def attnres(
     return results
 
 
-@torch.library.custom_op("openk3::attnres_bank_mixes", mutates_args=())
+@kernel_operator("openk3::attnres_bank_mixes")
 def _bank_mixes(
     bank: Sequence[Tensor], queries: Tensor, key_gains: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from openk3.ops.kda.hopper import hopper_fits
+from openk3.ops.kernel_operator import kernel_operator
 
 Tensor = torch.Tensor
 
@@ -177,7 +178,7 @@ def _decode(
     tl.store(old + 2 * C, x3, known)
 
 
-@torch.library.custom_op("openk3::kda_decode", mutates_args=("state", "tail"))
+@kernel_operator("openk3::kda_decode", mutates_args=("state", "tail"))
 def decode(
     qkv: Tensor,
     z: Tensor,

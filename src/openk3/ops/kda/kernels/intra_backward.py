@@ -83,6 +83,15 @@ def _times(x, factor):
 
 
 @triton.jit
+def _times_power(x, exponent):
+    """Rows `[64, F]` times 2^exponent `[4, F]` of their block, in two steps: the factor alone may be too
+    small for fp32 where the product is not."""
+    half = tl.floor(0.5 * exponent)
+    x = _by_block(x) * tl.exp2(half)[:, None, :] * tl.exp2(exponent - half)[:, None, :]
+    return tl.reshape(x, [BLOCKS * BLOCK, x.shape[2]])
+
+
+@triton.jit
 def _laid_out(x, identity, PRECISION: tl.constexpr):
     """x `[64, F]` in fp32, exactly, with the threads that hold rows of products: one product hands it over,
     where the compiler would else move each intermediate from the layout of loads to that of products."""
@@ -284,10 +293,9 @@ def _intra_backward(
     dO = tl.load(d_o + values, mask=inside, other=0.0)
     D = tl.load(d_v + values, mask=inside, other=0.0)
     E = tl.load(errors + chunk * CHUNK * V + row * V + e[None, :])
-    from_start = tl.exp2(middle)
-    d_readers_q += _times(tl.dot(dO, S, input_precision=PRECISION), from_start)
-    d_readers_k -= _times(tl.dot(D, S, input_precision=PRECISION), from_start)
-    to_end = _times(tl.dot(E, dS, input_precision=PRECISION), tl.exp2(G_end[None, :] - middle))
+    d_readers_q += _times_power(tl.dot(dO, S, input_precision=PRECISION), middle)
+    d_readers_k -= _times_power(tl.dot(D, S, input_precision=PRECISION), middle)
+    to_end = _times_power(tl.dot(E, dS, input_precision=PRECISION), G_end[None, :] - middle)
     d_g = _sums(before, writers.to(tl.float32) * to_end, PRECISION) + (tl.exp2(G_end) * S_dS)[None, :]
     d_writers += to_end
 

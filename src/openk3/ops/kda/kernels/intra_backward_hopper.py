@@ -132,7 +132,9 @@ def _largest_by_warp(x):
 def _power_of_two(largest):
     """What brings `largest`, not negative, to between 16 and 32, and its inverse.
 
-    Not further than 2^64 up: rows' products with the state, of any size beside the pairs', take part.
+    Not further than 2^64 up: rows' products with the state, of any size beside the pairs', take part. From
+    2^64 on they leave fp32 where all pairs of the chunk lie below 2^-60, which takes states of that size
+    that the keys of the chunk do not see.
     """
     exponent = (largest.to(gl.int32, bitcast=True) >> 23) & 255
     exponent = gl.minimum(gl.maximum(exponent, 67), 250)
@@ -213,11 +215,16 @@ def _beside(buffer):
 
 
 @gluon.jit
+def _scaled(x, exponent):
+    """x 2^exponent, in two steps: the factor alone may be too small for fp32 where the product is not."""
+    half = gl.floor(0.5 * exponent)
+    return x * exp2(half) * exp2(exponent - half)
+
+
+@gluon.jit
 def _between(x, anchor_0, anchor_1):
-    """x 2^(M_1 - M_0), in two steps: the factor alone may be too small for fp32 where the product is not."""
-    apart = _beside(anchor_1) - _beside(anchor_0)
-    half = gl.floor(0.5 * apart)
-    return x * exp2(half) * exp2(apart - half)
+    """x 2^(M_1 - M_0)."""
+    return _scaled(x, _beside(anchor_1) - _beside(anchor_0))
 
 
 @gluon.jit
@@ -400,10 +407,9 @@ def _intra_backward_hopper(
         )
         early = i < TILE
         anchor = gl.where(early, _beside(anchor_0), _beside(anchor_1))
-        # The scale first: together the two factors may leave fp32.
-        from_start = exp2(anchor)
-        y_q = y_q * up_scale * from_start + gl.where(early, p_q, _between(p_q, anchor_0, anchor_1))
-        y_k = gl.where(early, p_k, _between(p_k, anchor_0, anchor_1)) - y_k * up_scale * from_start
+        # The scale first: together the factors may leave fp32.
+        y_q = _scaled(y_q * up_scale, anchor) + gl.where(early, p_q, _between(p_q, anchor_0, anchor_1))
+        y_k = gl.where(early, p_k, _between(p_k, anchor_0, anchor_1)) - _scaled(y_k * up_scale, anchor)
         to_pairs = gl.where(early, _between(to_pairs, anchor_0, anchor_1), to_pairs)
         y_q = _product(dA.slice(TILE, TILE, 1), right.slice(TILE, TILE), y_q)
         y_q = _product(dA_rest.slice(TILE, TILE, 1), right.slice(TILE, TILE), y_q)
@@ -411,7 +417,7 @@ def _intra_backward_hopper(
         to_pairs = _product(dA.slice(0, TILE).permute((1, 0)), left_q.slice(0, TILE), to_pairs)
         to_pairs = _product(dA_rest.slice(0, TILE).permute((1, 0)), left_q.slice(0, TILE), to_pairs)
         to_pairs = _product(dL.slice(0, TILE).permute((1, 0)), left_k.slice(0, TILE), to_pairs)
-        staged.store(to_state * up_scale * exp2(_beside(total) - anchor))
+        staged.store(_scaled(to_state * up_scale, _beside(total) - anchor))
         to_state = _load(staged)
         y_q, y_k, to_pairs = warpgroup_mma_wait(0, deps=(y_q, y_k, to_pairs))
         # Every warp is through with this half of the states: it has read what was staged behind them.

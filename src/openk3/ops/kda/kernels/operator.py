@@ -6,6 +6,7 @@ the size of an input.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from openk3.ops.kda.kernels.pieces import pieces_that_fill
 from openk3.ops.kda.kernels.plan import ChunkPlan, mark_checkpoints, plan_chunks
 from openk3.ops.kda.kernels.prepare import prepare
 from openk3.ops.kda.kernels.scan import Pieces, scan
+from openk3.ops.kernel_operator import kernel_operator
+
+# Below it, factors of down to 2^-116 would take queries under what fp32 and bf16 hold.
+SMALLEST_SCALE = 2.0**-6
 
 
 def _pieces(v: Tensor, plan: ChunkPlan, split: bool) -> Pieces | None:
@@ -25,7 +30,7 @@ def _pieces(v: Tensor, plan: ChunkPlan, split: bool) -> Pieces | None:
     return pieces_that_fill(plan, v.shape[1], v.shape[2], processors)
 
 
-@torch.library.custom_op("openk3::gated_kda", mutates_args=())
+@kernel_operator("openk3::gated_kda")
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -74,7 +79,7 @@ def _(
     return v.new_empty(v.shape), final_state, final_state.new_empty(shape)
 
 
-@torch.library.custom_op("openk3::gated_kda_backward", mutates_args=())
+@kernel_operator("openk3::gated_kda_backward")
 def _backward(
     q: Tensor,
     k: Tensor,
@@ -168,8 +173,12 @@ def gated_kda(
     q, k, v, z = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, z))
     state = None if initial_state is None else initial_state.to(torch.float32).contiguous()
     offsets = None if checkpoint_at is None else checkpoint_at.to(torch.int32).contiguous()
+    # Of a smaller scale, the power of two is the outputs': it changes no digit.
+    inner, exponent = math.frexp(scale) if abs(scale) < SMALLEST_SCALE else (scale, 0)
     o, final_state, checkpoints = _forward(
         q, k, v, z, b.contiguous(), A_log.contiguous(), dt_bias.contiguous(),
-        cu_seqlens.to(torch.int32).contiguous(), state, offsets, lower_bound, scale, split,
+        cu_seqlens.to(torch.int32).contiguous(), state, offsets, lower_bound, inner, split,
     )  # fmt: skip
+    if exponent:
+        o = o * 2.0**exponent
     return (o, final_state) if checkpoint_at is None else (o, final_state, checkpoints)

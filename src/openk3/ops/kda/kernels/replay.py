@@ -40,6 +40,7 @@ from openk3.ops.kda.kernels.decode import (
     projected,
     state_cells,
 )
+from openk3.ops.kernel_operator import kernel_operator
 
 Tensor = torch.Tensor
 
@@ -198,7 +199,7 @@ def _verify(
     tl.store(out + cell, y.to(out.dtype.element_ty), live[:, None])
 
 
-@torch.library.custom_op("openk3::kda_verify", mutates_args=("state", "tail", "past_qkv", "past_z", "past_b"))
+@kernel_operator("openk3::kda_verify", mutates_args=("state", "tail", "past_qkv", "past_z", "past_b"))
 def verify(
     qkv: Tensor,
     z: Tensor,

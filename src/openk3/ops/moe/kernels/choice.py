@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from openk3.ops.kernel_operator import kernel_operator
+
 Tensor = torch.Tensor
 
 
@@ -34,7 +36,7 @@ def _select(biased, ids, cutoff, E, k, EXPERTS: tl.constexpr):
     tl.store(cutoff + t, tl.where(k < E, last, -float("inf")))
 
 
-@torch.library.custom_op("openk3::select_experts", mutates_args=())
+@kernel_operator("openk3::select_experts")
 def select_experts(biased: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """See `openk3.ops.moe.route.select_experts`; `biased` float32."""
     biased = biased.contiguous()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from openk3.ops.activation import Activation
+from openk3.ops.kernel_operator import kernel_operator
 from openk3.ops.moe.kernels import gradients
 from openk3.ops.moe.kernels.plan import tile_starts
 from openk3.ops.moe.kernels.products import product, tiles_for
@@ -50,7 +51,7 @@ def forward_rows(
     return product(hidden, w2, w2, offsets, starts, tiles)
 
 
-@torch.library.custom_op("openk3::expert_ffn", mutates_args=())
+@kernel_operator("openk3::expert_ffn")
 def _expert_ffn(
     x: Tensor, weights: Tensor, order: Tensor, tokens: Tensor, rows_of: Tensor, offsets: Tensor,
     w1: Tensor, w3: Tensor, w2: Tensor, unit: str, gate_cap: float, up_cap: float,
@@ -69,7 +70,7 @@ def _(
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("openk3::expert_ffn_backward", mutates_args=())
+@kernel_operator("openk3::expert_ffn_backward")
 def _expert_ffn_backward(
     x: Tensor, weights: Tensor, order: Tensor, tokens: Tensor, rows_of: Tensor, offsets: Tensor,
     w1: Tensor, w3: Tensor, w2: Tensor, unit: str, gate_cap: float, up_cap: float, d_u: Tensor,

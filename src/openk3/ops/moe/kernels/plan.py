@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
+from openk3.ops.kernel_operator import kernel_operator
+
 Tensor = torch.Tensor
 
 BLOCK = 256  # assignments of a program; ranking them takes BLOCK^2 comparisons
@@ -57,7 +59,7 @@ def _place(
     tl.store(tokens + row, (a // k).to(tl.int64), mask=inside)
 
 
-@torch.library.custom_op("openk3::dispatch_plan", mutates_args=())
+@kernel_operator("openk3::dispatch_plan")
 def plan_tensors(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """order, tokens `[T k]`, rows `[T, k]`, all int64, and offsets int32 `[E+1]`, of ids `[T, k]` int64."""
     T, k = ids.shape
