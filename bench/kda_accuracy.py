@@ -2,7 +2,8 @@
 
 Relative L2 of outputs, final states and the gradient of every input, bf16 in and out, over heads and draws of
 the inputs together: a few numbers of A_log alone, or of the last token's beta, would tell luck. The truth is
-the token by token recurrence with autograd; for long sequences the chunked form in float64, checked against it.
+the token by token recurrence with autograd; for long sequences the chunked form in float64, which is checked
+against it.
 """
 
 from __future__ import annotations
