@@ -24,7 +24,7 @@ from openk3.ops.kda import kda
 from openk3.ops.kda_gate import kda_gate
 from openk3.ops.norm import l2_norm
 
-RECURRENT = 2048  # longest sequences that the loop over tokens is asked to do
+RECURRENT = 256  # longest sequences that the loop over tokens is asked to do
 FORMS_AGREE = 1e-10  # the two float64 forms, which differ by rounding alone
 
 Results = dict[str, torch.Tensor]

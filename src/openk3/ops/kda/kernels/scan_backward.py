@@ -79,9 +79,13 @@ def _scan_backward(
             tl.store(d_states + chunk * V * K + e[:, None] * K + d[None, :], leaving)
         D = tl.dot(leaving, tl.trans(tl.load(ke + tile)), input_precision=PRECISION)
         D = tl.dot(dO, tl.load(attention + pairs), D, input_precision=PRECISION)
-        # The inverse has ones on its diagonal: what rounding takes from an operand goes around the product.
+        # Rows of the inverse may cancel nearly all of what they take: the operand is kept to fp32, in two parts.
+        inverse_tile = tl.load(inverse + pairs)
         rounded = D.to(OPERAND)
-        D = tl.dot(rounded, tl.load(inverse + pairs), D - rounded.to(tl.float32), input_precision=PRECISION)
+        rest = (D - rounded.to(tl.float32)).to(OPERAND)
+        D = tl.dot(rounded, inverse_tile, input_precision=PRECISION)
+        if kd.dtype.element_ty != tl.float32:
+            D = tl.dot(rest, inverse_tile, D, input_precision=PRECISION)
         D = D.to(OPERAND)
         if not FRAGMENTS:
             tl.store(d_v + values, tl.trans(D).to(d_v.dtype.element_ty), mask=inside)

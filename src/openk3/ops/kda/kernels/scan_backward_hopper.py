@@ -186,16 +186,17 @@ def scan_backward_hopper(
             (first + last - ahead) * H + h, start + (last - ahead) * CHUNK, column, ahead < chunks, BV, True,
         )  # fmt: skip
         dE, left, dO = warpgroup_mma_wait(0, deps=(dE, left, dO))
-        # The inverse has ones on its diagonal: what rounding takes from dE goes around the product.
+        # Rows of the inverse may cancel nearly all of what they take: the operand is kept to fp32, in two parts.
         rounded = dE.to(gl.bfloat16)
-        rest = dE - rounded.to(gl.float32)
+        rest = gl.convert_layout((dE - rounded.to(gl.float32)).to(gl.bfloat16), LEFT)
         dE = gl.convert_layout(rounded, LEFT)
-        D = warpgroup_mma(dE, inverse_tiles.index(stage), rest, is_async=True)
+        D = warpgroup_mma(dE, inverse_tiles.index(stage), zero, use_acc=False, is_async=True)
+        D = warpgroup_mma(rest, inverse_tiles.index(stage), D, is_async=True)
         dO_left = gl.convert_layout(dO, LEFT_S)
         dS = warpgroup_mma(dO_left, qd_tiles.index(stage), dS, is_async=True)
         if not FRAGMENTS:
             gl.store(d_states + chunk * V * K + tile, gl.convert_layout(leaving, STATE))
-        D, dE = warpgroup_mma_wait(1, deps=(D, dE))
+        D, dE, rest = warpgroup_mma_wait(1, deps=(D, dE, rest))
         minus = gl.convert_layout((-D).to(gl.bfloat16), LEFT_S)
         dS = warpgroup_mma(minus, kd_tiles.index(stage), dS, is_async=True)
         if not FRAGMENTS:
