@@ -20,7 +20,7 @@ from openk3.ops.kda.recurrence import kda
 from openk3.ops.kda_gate import kda_gate
 from openk3.ops.norm import l2_norm
 from openk3.ops.packed import check_offsets
-from openk3.ops.precision import wide
+from openk3.ops.precision import own_dtypes, wide
 
 Tensor = torch.Tensor
 
@@ -39,6 +39,7 @@ class Fragments(NamedTuple):
     added: Tensor  # L [N, H, V, K]: the last state from zero
 
 
+@own_dtypes
 @torch.no_grad()
 def kda_fragments(
     k: Tensor,
@@ -86,6 +87,7 @@ def kda_fragments(
     return Fragments(transition.contiguous(), added.contiguous())
 
 
+@own_dtypes
 @torch.no_grad()
 def kda_reverse_fragments(
     q: Tensor,

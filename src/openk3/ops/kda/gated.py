@@ -19,7 +19,7 @@ from openk3.ops.kda.recurrence import check_head_sizes, check_state, kda
 from openk3.ops.kda_gate import kda_gate
 from openk3.ops.norm import l2_norm
 from openk3.ops.packed import check_offsets, sequence_bounds
-from openk3.ops.precision import wide
+from openk3.ops.precision import own_dtypes, wide
 
 __all__ = ["CHECKPOINT_GRID", "gated_kda"]
 
@@ -71,6 +71,7 @@ def gated_kda(
     split_sequences: bool = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
+@own_dtypes
 def gated_kda(
     q: Tensor,
     k: Tensor,
