@@ -173,6 +173,9 @@ def _launch_gated_kda(T: int, H: int, K: int, dtype: torch.dtype) -> None:
     forward(*raw, state, marks, -5.0, 0.1, True)
     if dtype == torch.bfloat16:  # in fp32, gradients take the eager form
         backward(*raw, state, v, v, state, -5.0, 0.1, True)
+        operator.gradient_to_states._init_fn(q, k, z, *raw[4:], v, -5.0)
+    values, states = _empty(T, H, 2 * K, dtype=dtype), _empty(1, H, 2 * K, K)
+    operator.last_states._init_fn(k, values, z, *raw[4:], states, -5.0)
 
 
 def _launch_decoding(H: int, K: int, dtype: torch.dtype) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from openk3.ops.precision import cast, widen
+from openk3.ops.precision import cast, own_dtypes, widen
 
 Tensor = torch.Tensor
 
@@ -52,6 +52,7 @@ class _Apply(torch.autograd.Function):
         return unit.forward(gate, up)
 
     @staticmethod
+    @own_dtypes
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
         def chain(gate: Tensor, up: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @functools.cache
@@ -21,3 +26,17 @@ def widen(x: torch.Tensor) -> torch.Tensor:
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`x.to(dtype)`; where that is nothing, without a call of torch, which is a tenth of decoding a token."""
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def own_dtypes(operator: Callable[P, R]) -> Callable[P, R]:
+    """`operator` with `torch.autocast` off inside, which would round what it means to keep in fp32."""
+
+    @functools.wraps(operator)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    return run(*args, **kwargs)
+        return operator(*args, **kwargs)
+
+    return run

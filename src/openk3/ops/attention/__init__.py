@@ -12,10 +12,12 @@ import torch
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, choose
 from openk3.ops.packed import sequence_bounds
+from openk3.ops.precision import own_dtypes
 
 __all__ = ["attention"]
 
 
+@own_dtypes
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -16,6 +16,7 @@ import torch
 from openk3.errors import InvalidInput, KernelUnavailable
 from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
+from openk3.ops.precision import own_dtypes
 
 __all__ = ["BankMix", "SublayerInput", "attnres_add_mix_norm", "attnres_bank_mixes", "attnres_mix"]
 
@@ -55,6 +56,7 @@ class SublayerInput(NamedTuple):
     mixed: Tensor | None
 
 
+@own_dtypes
 def attnres_mix(
     sources: Sequence[Tensor],
     query: Tensor,
@@ -104,6 +106,7 @@ def attnres_mix(
     return h, weights if return_weights else None
 
 
+@own_dtypes
 def attnres_add_mix_norm(
     bank: Sequence[Tensor] | BankMix,
     prefix: Tensor,
@@ -169,6 +172,7 @@ def attnres_add_mix_norm(
     return SublayerInput(norm, new_prefix, mix if want_mix else None)
 
 
+@own_dtypes
 def attnres_bank_mixes(
     bank: Sequence[Tensor],
     queries: Tensor,

@@ -21,7 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.norm.eager import rms_norm
-from openk3.ops.precision import wide, widen
+from openk3.ops.precision import own_dtypes, wide, widen
 
 CPU_PIECE = 1 << 18  # elements of one source; 1 MB in fp32
 
@@ -57,6 +57,7 @@ class _Mix(torch.autograd.Function):
         return h, weights
 
     @staticmethod
+    @own_dtypes
     @once_differentiable
     def backward(ctx: Any, d_h: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         direction, scores, inv, *sources = ctx.saved_tensors

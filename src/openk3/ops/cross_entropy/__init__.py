@@ -10,6 +10,7 @@ import torch
 
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
+from openk3.ops.precision import own_dtypes
 
 __all__ = ["IGNORE_INDEX", "linear_cross_entropy"]
 
@@ -25,6 +26,7 @@ KERNELS = (
 IGNORE_INDEX = -100
 
 
+@own_dtypes
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,

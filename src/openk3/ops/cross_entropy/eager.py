@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from openk3.ops.precision import widen
+from openk3.ops.precision import own_dtypes, widen
 
 Tensor = torch.Tensor
 
@@ -69,6 +69,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @own_dtypes
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         scaled = (

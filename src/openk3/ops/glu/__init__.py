@@ -6,6 +6,7 @@ import torch
 
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
+from openk3.ops.precision import own_dtypes
 
 __all__ = ["glu", "swiglu"]
 
@@ -20,6 +21,7 @@ KERNELS = tuple(
 )
 
 
+@own_dtypes
 def swiglu(
     gate: torch.Tensor, up: torch.Tensor, *, implementation: Implementation | None = None
 ) -> torch.Tensor:
@@ -53,6 +55,7 @@ def swiglu(
             return kernels.swiglu(gate, up)
 
 
+@own_dtypes
 def glu(
     gate: torch.Tensor, up: torch.Tensor, *, implementation: Implementation | None = None
 ) -> torch.Tensor:

@@ -4,7 +4,8 @@
 
 shown with S as [K, V]; stored states are V-first. `gated_kda` starts from raw projections and is what a model
 calls; `kda` and `kda_step` are the recurrence alone; `kda_decode` and `kda_verify` take tokens through all of
-a layer but its projections, on states in pools.
+a layer but its projections, on states in pools; `kda_fragments` and `kda_reverse_fragments` say what a slice
+of tokens does to any state.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ from openk3.ops.kda.recurrence import kda, kda_step  # isort: split
 
 from openk3.ops.dispatch import Kernel
 from openk3.ops.kda.decoding import DraftWindow, MixerWeights, kda_decode, kda_verify
+from openk3.ops.kda.fragments import KERNEL as FRAGMENTS_KERNEL
+from openk3.ops.kda.fragments import Fragments, kda_fragments, kda_reverse_fragments
 from openk3.ops.kda.gated import CHECKPOINT_GRID, gated_kda
 
 __all__ = [
     "CHECKPOINT_GRID",
     "DraftWindow",
+    "Fragments",
     "MixerWeights",
     "gated_kda",
     "kda",
     "kda_decode",
+    "kda_fragments",
+    "kda_reverse_fragments",
     "kda_step",
     "kda_verify",
 ]
@@ -49,4 +55,5 @@ KERNELS = (
         compiles_for=_COMPILES_FOR,
     ),
     Kernel("gated_kda", takes="the same without a bound (Kimi Linear)", checked_on="H200 (sm_90)"),
+    FRAGMENTS_KERNEL,
 )

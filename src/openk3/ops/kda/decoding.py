@@ -15,7 +15,7 @@ from openk3.ops.dispatch import Implementation, choose
 from openk3.ops.kda import kda_step
 from openk3.ops.kda_gate import kda_gate
 from openk3.ops.norm import gated_rms_norm, l2_norm
-from openk3.ops.precision import widen
+from openk3.ops.precision import own_dtypes, widen
 from openk3.ops.short_conv import short_conv
 
 __all__ = ["DraftWindow", "MixerWeights", "kda_decode", "kda_verify"]
@@ -64,6 +64,7 @@ class DraftWindow:
         return cls(rows(3 * heads * head_dim), rows(heads, head_dim), rows(heads))
 
 
+@own_dtypes
 def kda_decode(
     qkv: Tensor,
     z: Tensor,
@@ -114,6 +115,7 @@ def kda_decode(
     return _decode(qkv, z, b, gate_logits, state, tail, slots, weights, scale)
 
 
+@own_dtypes
 def kda_verify(
     qkv: Tensor,
     z: Tensor,

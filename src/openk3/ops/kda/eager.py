@@ -21,6 +21,7 @@ from openk3.ops.kda.layout import ChunkLayout, Slab
 from openk3.ops.kda.scan import errors_again, outputs, scan, scan_backward
 from openk3.ops.kda.step import step
 from openk3.ops.packed import one_token_each
+from openk3.ops.precision import own_dtypes
 
 # Measured on two cores, K = V = 64: 16 and 32 tie, 64 takes 1.1x, 128 1.35x. Longer chunks keep fewer states.
 CHUNK_SIZE = 32
@@ -64,6 +65,7 @@ class _Kda(torch.autograd.Function):
         return o.view(v.shape), layout.to_sequences(state)
 
     @staticmethod
+    @own_dtypes
     @once_differentiable
     def backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # read once: under recompute a second look is an error

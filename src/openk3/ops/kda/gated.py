@@ -19,7 +19,7 @@ from openk3.ops.kda.recurrence import check_head_sizes, check_state, kda
 from openk3.ops.kda_gate import kda_gate
 from openk3.ops.norm import l2_norm
 from openk3.ops.packed import check_offsets, sequence_bounds
-from openk3.ops.precision import wide
+from openk3.ops.precision import own_dtypes, wide
 
 __all__ = ["CHECKPOINT_GRID", "gated_kda"]
 
@@ -71,6 +71,7 @@ def gated_kda(
     split_sequences: bool = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
+@own_dtypes
 def gated_kda(
     q: Tensor,
     k: Tensor,
@@ -120,16 +121,15 @@ def gated_kda(
             also offsets that are not those of a packing.
         KernelUnavailable: the forced implementation cannot run here.
     """
-    _check(q, k, v, z, b, A_log, dt_bias)
+    check_raw("gated_kda", q, k, v, z, b, A_log, dt_bias)
     check_offsets("gated_kda", q, cu_seqlens=cu_seqlens, checkpoint_at=checkpoint_at)
-    if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
-        raise InvalidInput(f"gated_kda: lower_bound must be in [-5, 0) or None, got {lower_bound}")
+    check_bound("gated_kda", lower_bound)
     N, H, K, V = len(cu_seqlens) - 1, *k.shape[1:], v.shape[2]
     if initial_state is not None:
         check_state("gated_kda: initial_state", initial_state, (N, H, V, K), q.device)
     scale = K**-0.5 if scale is None else scale
     kernels_fit = 0 < N <= MOST_SEQUENCES and H > 0 and abs(scale) <= LARGEST_SCALE
-    kernels_fit = kernels_fit and _kernels_take(q, k, v, z, b, A_log, dt_bias, initial_state)
+    kernels_fit = kernels_fit and kernels_take(q, k, v, z, b, A_log, dt_bias, initial_state)
     if kernels_fit and q.is_cuda and torch.is_grad_enabled():
         trained = (q, k, v, z, b, A_log, dt_bias, initial_state)
         if any(x is not None and x.requires_grad for x in trained):
@@ -162,7 +162,7 @@ def gated_kda(
     return o, S, torch.cat(states) if states else S.new_empty(0, H, V, K)
 
 
-def _kernels_take(
+def kernels_take(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -192,14 +192,23 @@ def _sequence_of(end: int, bounds: list[int]) -> tuple[int, int]:
     raise InvalidInput(f"gated_kda: checkpoint_at {end} is in no sequence of {bounds[-1]} tokens")
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> None:
+def check_bound(operator: str, lower_bound: float | None) -> None:
+    """Refuse a bound of the log decay that no kernel is made for."""
+    if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
+        raise InvalidInput(f"{operator}: lower_bound must be in [-5, 0) or None, got {lower_bound}")
+
+
+def check_raw(
+    operator: str, q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor
+) -> None:
+    """Refuse raw projections whose shapes, dtypes or devices do not go together."""
     fits = k.dim() == v.dim() == 3 and q.shape == k.shape == z.shape and k.shape[:2] == v.shape[:2] == b.shape
     if not fits or A_log.shape != k.shape[1:2] or dt_bias.shape != k.shape[1:]:
         named = {"q": q, "k": k, "v": v, "z": z, "b": b, "A_log": A_log, "dt_bias": dt_bias}
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
         raise InvalidInput(
-            f"gated_kda: q, k, z must be [T, H, K], v [T, H, V], b [T, H], A_log [H], dt_bias [H, K]; "
+            f"{operator}: q, k, z must be [T, H, K], v [T, H, V], b [T, H], A_log [H], dt_bias [H, K]; "
             f"got {shapes}"
         )
-    check_head_sizes("gated_kda", k, v)
-    check_floating("gated_kda", q=q, k=k, v=v, z=z, b=b, A_log=A_log, dt_bias=dt_bias)
+    check_head_sizes(operator, k, v)
+    check_floating(operator, q=q, k=k, v=v, z=z, b=b, A_log=A_log, dt_bias=dt_bias)

@@ -14,10 +14,12 @@ from openk3.ops.dispatch import Implementation, choose
 from openk3.ops.inputs import check_floating
 from openk3.ops.kda.step import step
 from openk3.ops.packed import sequence_bounds
+from openk3.ops.precision import own_dtypes
 
 __all__ = ["kda", "kda_step"]
 
 
+@own_dtypes
 def kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -79,6 +81,7 @@ def kda(
             return chunked(q, k, v, g, beta, bounds, scale, initial_state, chunk_size)
 
 
+@own_dtypes
 def kda_step(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -7,10 +7,12 @@ import torch
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, choose
 from openk3.ops.inputs import check_floating
+from openk3.ops.precision import own_dtypes
 
 __all__ = ["kda_gate"]
 
 
+@own_dtypes
 def kda_gate(
     z: torch.Tensor,
     A_log: torch.Tensor,

@@ -13,6 +13,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from openk3.ops.precision import own_dtypes
+
 Tensor = torch.Tensor
 
 
@@ -29,6 +31,7 @@ class _KdaGate(torch.autograd.Function):
         return _finite(u.mul_(rate)).sigmoid_().mul_(lower_bound)
 
     @staticmethod
+    @own_dtypes
     @once_differentiable
     def backward(ctx: Any, d_g: Tensor) -> tuple[Tensor | None, ...]:
         z, A_log, dt_bias = ctx.saved_tensors

@@ -18,6 +18,7 @@ from openk3.ops.moe.plan import KERNEL as PLAN_KERNEL
 from openk3.ops.moe.plan import DispatchPlan, plan
 from openk3.ops.moe.route import KERNEL as ROUTE_KERNEL
 from openk3.ops.moe.route import Routing, route
+from openk3.ops.precision import own_dtypes
 
 __all__ = [
     "Activation",
@@ -38,6 +39,7 @@ KERNEL = Kernel(
 KERNELS = (ROUTE_KERNEL, PLAN_KERNEL, KERNEL)
 
 
+@own_dtypes
 def expert_ffn(
     x: torch.Tensor,
     weights: torch.Tensor,

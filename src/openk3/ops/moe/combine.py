@@ -6,9 +6,10 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from openk3.ops.moe.plan import DispatchPlan
-from openk3.ops.precision import widen
+from openk3.ops.precision import own_dtypes, widen
 
 
+@own_dtypes
 def combine(rows: torch.Tensor, plan: DispatchPlan, weights: torch.Tensor | None = None) -> torch.Tensor:
     """u_t = sum_s weights[t, s] rows[plan.rows[t, s]], slot 0 first; `rows [R, l]` -> `[T, l]` at least fp32.
 

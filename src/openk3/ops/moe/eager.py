@@ -24,7 +24,7 @@ from openk3.ops.activation import Activation
 from openk3.ops.moe.combine import combine
 from openk3.ops.moe.grouped import rows_by_rows, rows_by_weight
 from openk3.ops.moe.plan import DispatchPlan
-from openk3.ops.precision import widen
+from openk3.ops.precision import own_dtypes, widen
 
 Tensor = torch.Tensor
 
@@ -50,6 +50,7 @@ class _ExpertFFN(torch.autograd.Function):
         return combine(out, plan, weights).to(x.dtype)
 
     @staticmethod
+    @own_dtypes
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, w1, w3, w2, *kept = ctx.saved_tensors

@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from openk3.ops.activation import Activation
 from openk3.ops.moe.route import Routing
-from openk3.ops.precision import cast, wide
+from openk3.ops.precision import cast, own_dtypes, wide
 
 Tensor = torch.Tensor
 
 
+@own_dtypes
 def expert_ffn_few(
     x: Tensor, routing: Routing, w1: Tensor, w3: Tensor, w2: Tensor, activation: Activation
 ) -> Tensor:

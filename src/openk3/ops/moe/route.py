@@ -14,7 +14,7 @@ import torch
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
-from openk3.ops.precision import wide
+from openk3.ops.precision import own_dtypes, wide
 
 WIDEST_CHOICE = 4096  # experts that a program of the kernel holds
 KERNEL = Kernel("route", takes="float32 logits, at most 4,096 experts", checked_on=NOWHERE)
@@ -35,6 +35,7 @@ class Routing(NamedTuple):
     cutoff: torch.Tensor
 
 
+@own_dtypes
 def route(
     logits: torch.Tensor,
     bias: torch.Tensor,

@@ -14,6 +14,7 @@ import torch
 
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.precision import own_dtypes
 
 __all__ = ["GROUP", "decode_mxfp4", "encode_mxfp4", "mxfp4_linear", "mxfp4_scales"]
 
@@ -26,6 +27,7 @@ LARGEST_SCALE = 252
 _EXACT = (torch.bfloat16, torch.float32, torch.float64)
 
 
+@own_dtypes
 def mxfp4_scales(weight: Tensor, *, implementation: Implementation | None = None) -> Tensor:
     """The scale bytes of a weight by the EVEN rule, byte for byte those of compressed-tensors.
 
@@ -52,6 +54,7 @@ def mxfp4_scales(weight: Tensor, *, implementation: Implementation | None = None
     return run(weight)
 
 
+@own_dtypes
 def encode_mxfp4(
     weight: Tensor, scale: Tensor | None = None, *, implementation: Implementation | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -83,6 +86,7 @@ def encode_mxfp4(
     return run(weight, scale), scale
 
 
+@own_dtypes
 def decode_mxfp4(
     packed: Tensor,
     scale: Tensor,
@@ -115,6 +119,7 @@ def decode_mxfp4(
     return run(packed, scale, dtype)
 
 
+@own_dtypes
 def mxfp4_linear(
     x: Tensor, packed: Tensor, scale: Tensor, *, implementation: Implementation | None = None
 ) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
+from openk3.ops.precision import own_dtypes
 
 __all__ = ["gated_rms_norm", "l2_norm", "rms_norm"]
 
@@ -25,6 +26,7 @@ KERNELS = tuple(
 )
 
 
+@own_dtypes
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -59,6 +61,7 @@ def rms_norm(
     return run(x, weight, eps)
 
 
+@own_dtypes
 def gated_rms_norm(
     x: torch.Tensor,
     gate_logits: torch.Tensor,
@@ -99,6 +102,7 @@ def gated_rms_norm(
     return run(x, gate_logits, weight, eps)
 
 
+@own_dtypes
 def l2_norm(
     x: torch.Tensor, eps: float = 1e-6, *, implementation: Implementation | None = None
 ) -> torch.Tensor:

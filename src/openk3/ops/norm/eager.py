@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from openk3.ops.precision import wide, widen
+from openk3.ops.precision import own_dtypes, wide, widen
 
 
 def _inverse_norm(x: torch.Tensor, eps: float, divisor: int) -> torch.Tensor:
@@ -63,6 +63,7 @@ class _RowNorm(torch.autograd.Function):
         return _scaled(x, inv, weight).to(x.dtype)
 
     @staticmethod
+    @own_dtypes
     @once_differentiable
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         x, weight, inv = ctx.saved_tensors
@@ -82,6 +83,7 @@ class _GatedRmsNorm(torch.autograd.Function):
         return _scaled(x, inv, weight).mul_(torch.sigmoid(widen(gate_logits))).to(x.dtype)
 
     @staticmethod
+    @own_dtypes
     @once_differentiable
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
         x, gate_logits, weight, inv = ctx.saved_tensors

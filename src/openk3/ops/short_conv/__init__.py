@@ -14,6 +14,7 @@ from openk3.errors import InvalidInput, KernelUnavailable
 from openk3.ops.dispatch import Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
 from openk3.ops.packed import check_offsets, sequence_bounds
+from openk3.ops.precision import own_dtypes
 
 __all__ = ["short_conv"]
 
@@ -49,6 +50,7 @@ def short_conv(
     checkpoint_at: torch.Tensor,
     implementation: Implementation | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+@own_dtypes
 def short_conv(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from openk3.ops.packed import one_token_each
-from openk3.ops.precision import cast
+from openk3.ops.precision import cast, own_dtypes
 
 Tensor = torch.Tensor
 
@@ -86,6 +86,7 @@ class _ShortConv(torch.autograd.Function):
         return (F.silu(y, inplace=True) if silu else y).to(x.dtype), final_state.to(x.dtype)
 
     @staticmethod
+    @own_dtypes
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openk3.ops.kda.hopper import hopper_fits
 from openk3.ops.kda.kernels.backward import backward
-from openk3.ops.kda.kernels.pieces import pieces_that_fill
+from openk3.ops.kda.kernels.pieces import fragments, pieces_that_fill
 from openk3.ops.kda.kernels.plan import ChunkPlan, mark_checkpoints, plan_chunks
 from openk3.ops.kda.kernels.prepare import prepare
 from openk3.ops.kda.kernels.scan import Pieces, scan
+from openk3.ops.kda.kernels.scan_backward import scan_backward
 from openk3.ops.kernel_operator import kernel_operator
 
 # Below it, factors of down to 2^-116 would take queries under what fp32 and bf16 hold.
@@ -182,3 +184,81 @@ def gated_kda(
     if exponent:
         o = o * 2.0**exponent
     return (o, final_state) if checkpoint_at is None else (o, final_state, checkpoints)
+
+
+@kernel_operator("openk3::kda_last_states")
+def last_states(
+    k: Tensor,
+    values: Tensor,
+    z: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    cu_seqlens: Tensor,
+    initial_state: Tensor,
+    lower_bound: float | None,
+) -> Tensor:
+    """The last states `[N, H, V, K]` fp32 of `gated_kda`, for any V that tiles divide, without outputs."""
+    plan = plan_chunks(cu_seqlens.to(torch.int32).contiguous(), len(k))
+    k, z = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, z))
+    prepared = prepare(
+        k, k, z, b.contiguous(), A_log.contiguous(), dt_bias.contiguous(), plan, lower_bound, 1.0
+    )
+    pieces = _pieces(values, plan, split=True)
+    return scan(values, prepared, plan, initial_state, output=False, pieces=pieces).final_state
+
+
+@last_states.register_fake
+def _(
+    k: Tensor,
+    values: Tensor,
+    z: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    cu_seqlens: Tensor,
+    initial_state: Tensor,
+    lower_bound: float | None,
+) -> Tensor:
+    return initial_state.new_empty(initial_state.shape)
+
+
+@kernel_operator("openk3::kda_gradient_to_states")
+def gradient_to_states(
+    q: Tensor,
+    k: Tensor,
+    z: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    cu_seqlens: Tensor,
+    d_o: Tensor,
+    lower_bound: float | None,
+) -> Tensor:
+    """The gradient to initial states `[N, H, V, K]` fp32 from outputs of scale 1 alone."""
+    plan = plan_chunks(cu_seqlens.to(torch.int32).contiguous(), len(q))
+    q, k, z = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, z))
+    prepared = prepare(
+        q, k, z, b.contiguous(), A_log.contiguous(), dt_bias.contiguous(), plan, lower_bound, 1.0
+    )
+    d_o = d_o.contiguous()
+    pieces = _pieces(d_o, plan, split=True)
+    both = None
+    if pieces is not None:  # of these, transitions alone
+        both = fragments(d_o, prepared, plan, pieces, hopper_fits(d_o, k.shape[2]))
+    return scan_backward(d_o, prepared, plan, None, pieces=pieces, fragments=both).d_initial_state
+
+
+@gradient_to_states.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    z: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    cu_seqlens: Tensor,
+    d_o: Tensor,
+    lower_bound: float | None,
+) -> Tensor:
+    return d_o.new_empty(len(cu_seqlens) - 1, k.shape[1], d_o.shape[2], k.shape[2], dtype=torch.float32)
