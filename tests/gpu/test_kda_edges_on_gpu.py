@@ -64,7 +64,7 @@ def test_a_state_is_read_behind_decays_whose_factor_alone_is_too_small_for_fp32(
     """Behind `forgetting` rows at the bound, the others of 32 forget nothing, and all after them do.
 
     Row 32 reads 2^-22 and 2^-108 of the state; the middle of its tile of 32 rows lies 2^-130 below the start
-    in Hopper's layouts (K = 128), and that of its block of 16 rows 2^-159 in the plain kernel. The inverse is of
+    in Hopper's layouts (K = 128), and that of its block of 16 rows 2^-159 in the plain kernel. The inverse is
     fp16: it drops what pairs below 2^-24 correct, here up to a fifth of a row, but not the state.
     """
     raw = _draw(K, 2, [64], shift=0.0)

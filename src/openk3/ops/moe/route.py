@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 
 from openk3.errors import InvalidInput
-from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
+from openk3.ops.dispatch import Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
 from openk3.ops.precision import own_dtypes, wide
 
 WIDEST_CHOICE = 4096  # experts that a program of the kernel holds
-KERNEL = Kernel("route", takes="float32 logits, at most 4,096 experts", checked_on=NOWHERE)
+KERNEL = Kernel("route", takes="float32 logits, at most 4,096 experts", checked_on="H200 (sm_90)")
 
 
 class Routing(NamedTuple):
