@@ -126,7 +126,7 @@ class Optimizer:
         applies = torch.stack([gamma.isfinite().all() for gamma in found.values()]).all()
         if scale is not None:
             taken = scale.isfinite() & (scale != 0)
-            found = {layer: gamma.where(taken | gamma.isnan(), 1.0) for layer, gamma in found.items()}
+            found = {layer: gamma.masked_fill(~(taken | gamma.isnan()), 1.0) for layer, gamma in found.items()}
             applies = applies & taken
         if not applies.is_cuda and (scale is None or taken):
             clip_factors(max_logits, self._config.qk_clip_tau)  # raises
@@ -137,7 +137,7 @@ class Optimizer:
             if self._model.mla is None or [slot.name for slot in slots[1:]] != names[2:]:
                 raise InvalidInput(f"qk_clip: {module} has no trained queries and kv_b_proj of MLA")
             query, kv_b = slots
-            scale_logits(query.master, kv_b.master, gamma.where(applies, 1.0), self._model.mla)
+            scale_logits(query.master, kv_b.master, gamma.masked_fill(~applies, 1.0), self._model.mla)
             query.publish()
             kv_b.publish()
         return found

@@ -27,7 +27,7 @@ _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 @triton.jit
 def _number(at, ALIGNED: tl.constexpr):
-    """An address or a count of elements, a multiple of what 16-byte accesses need if ALIGNED."""
+    """A count of elements, a multiple of what 16-byte accesses need if ALIGNED."""
     value = tl.load(at)
     if ALIGNED:
         value = tl.multiple_of(value, 16)
@@ -35,8 +35,12 @@ def _number(at, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _tensor(address, dtype: tl.constexpr):
-    return address.to(tl.pointer_type(dtype))
+def _tensor(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer that a number from the table of addresses is; in bytes, where it is said to be a multiple."""
+    pointer = address.to(tl.pointer_type(dtype))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
@@ -60,11 +64,11 @@ def _direction(
     elements = _number(row + 2, ALIGNED)
     x += _number(row + 3, ALIGNED)
     factor = tl.load(scale)
-    grad_address = _number(addresses + slot, ALIGNED)
+    grad_address = tl.load(addresses + slot)
     moving = tl.zeros([], tl.int32)
     if _goes(grad_address, factor):
-        grad = _tensor(grad_address, tl.float32) + start
-        momentum = _tensor(_number(addresses + slot + 3, ALIGNED), tl.float32) + start
+        grad = _tensor(grad_address, tl.float32, ALIGNED) + start
+        momentum = _tensor(tl.load(addresses + slot + 3), tl.float32, ALIGNED) + start
         squares = tl.zeros([TILE], tl.float32)
         nonzero = tl.zeros([TILE], tl.int32)
         for first in range(0, elements, TILE):
@@ -108,9 +112,9 @@ def _muon_update(
     if tl.load(moves + block) != 0:
         keep = tl.load(rates + slot * 2)
         step = tl.load(rates + slot * 2 + 1) * tl.load(sizes + block)
-        master = _tensor(_number(addresses + slot * COLUMNS + 1, ALIGNED), tl.float32) + start
-        weight_address = _number(addresses + slot * COLUMNS + 2, ALIGNED)
-        weight = _tensor(weight_address, WEIGHT) + start
+        master = _tensor(tl.load(addresses + slot * COLUMNS + 1), tl.float32, ALIGNED) + start
+        weight_address = tl.load(addresses + slot * COLUMNS + 2)
+        weight = _tensor(weight_address, WEIGHT, ALIGNED) + start
         for first in range(part * TILE, elements, PARTS * TILE):
             place = first + tl.arange(0, TILE)
             inside = place < elements
@@ -134,17 +138,17 @@ def _adamw(
     elements = _number(row + 2, ALIGNED)
     factor = tl.load(scale)
     entry = addresses + slot * COLUMNS
-    grad_address = _number(entry, ALIGNED)
+    grad_address = tl.load(entry)
     if _goes(grad_address, factor):
         keep = tl.load(rates + slot * 3)
         step = tl.load(rates + slot * 3 + 1)
         root = tl.load(rates + slot * 3 + 2)
-        weight_address = _number(entry + 2, ALIGNED)
-        grad = _tensor(grad_address, tl.float32) + start
-        master = _tensor(_number(entry + 1, ALIGNED), tl.float32) + start
-        weight = _tensor(weight_address, WEIGHT) + start
-        first = _tensor(_number(entry + 3, ALIGNED), tl.float32) + start
-        second = _tensor(_number(entry + 4, ALIGNED), tl.float32) + start
+        weight_address = tl.load(entry + 2)
+        grad = _tensor(grad_address, tl.float32, ALIGNED) + start
+        master = _tensor(tl.load(entry + 1), tl.float32, ALIGNED) + start
+        weight = _tensor(weight_address, WEIGHT, ALIGNED) + start
+        first = _tensor(tl.load(entry + 3), tl.float32, ALIGNED) + start
+        second = _tensor(tl.load(entry + 4), tl.float32, ALIGNED) + start
         place = tl.arange(0, TILE)
         inside = place < elements
         g = tl.load(grad + place, mask=inside, other=0.0) * factor
