@@ -86,7 +86,12 @@ def masters(named, optimizer):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     ("settings", "limit"),
-    [({"ns_dtype": "float32"}, 1e-4), ({}, 0.03), ({"nesterov": False}, 0.03), ({"optimizer": "adamw"}, 1e-4)],
+    [
+        ({"ns_dtype": "float32"}, 1e-4),
+        ({}, 0.03),
+        ({"nesterov": False}, 0.03),
+        ({"optimizer": "adamw"}, 1e-4),
+    ],
     ids=["fp32 products", "bf16 products", "without Nesterov", "AdamW"],
 )
 def test_movement_equals_float64(model, settings, limit):

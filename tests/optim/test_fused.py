@@ -73,7 +73,7 @@ def relative_error(actual, exact):
 
 
 def step_both(named, optimizer, exact, reference, seed, scale, lr=0.01, absent=()):
-    """The same gradients, absent ones None, an expert's zero, through both; float64 gets them scaled already."""
+    """The same gradients, absent ones None, two experts' zero, through both; float64 gets them scaled."""
     set_gradients(named, seed=seed)
     for name, p in named.items():
         if name == EXPERTS:

@@ -28,7 +28,8 @@ def global_norm(named_parameters: NamedParameters) -> torch.Tensor:
     for dtype in {grad.dtype for grad in grads}:
         alike = [grad for grad in grads if grad.dtype == dtype]
         norms += torch._foreach_norm(alike, 2, dtype=wide(dtype))
-    return torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
+    return total
 
 
 def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

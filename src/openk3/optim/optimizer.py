@@ -83,9 +83,9 @@ class Optimizer:
 
         Args:
             lr: of the step; `[]` on the parameters' device, or a number.
-            scale: floating `[]` there: multiplies the gradients, which stay as they are. Where it is 0, inf or
-                NaN nothing changes: no value, moment or step count. None is 1. The kernels do not wait for
-                either; the eager step reads them.
+            scale: floating `[]` there: multiplies the gradients, which stay as they are. Where it is 0, inf
+                or NaN nothing changes: no value, moment or step count. None is 1. With kernels the host does
+                not wait for either; the eager step reads them.
         """
         if self._eager:
             factor = 1.0 if scale is None else float(scale)
@@ -113,11 +113,11 @@ class Optimizer:
             scale: as in `step`.
 
         Returns:
-            gamma `[H]` by layer; 1 where nothing was clipped, NaN where the logit is NaN or +inf. On a GPU the
-            host has not waited for them: see `check_factors`.
+            gamma `[H]` by layer; 1 where nothing was clipped, NaN where the logit is NaN or +inf. On a GPU
+            the host has not waited for them: see `check_factors`.
 
         Raises:
-            TrainingDiverged: a logit is NaN or +inf, and the logits are on a CPU, and the step was not skipped.
+            TrainingDiverged: a logit is NaN or +inf, where the logits are on a CPU and the step was taken.
             InvalidInput: a layer is not MLA, or its projections are not trained here.
         """
         found = quiet_factors(max_logits, self._config.qk_clip_tau)
@@ -126,7 +126,9 @@ class Optimizer:
         applies = torch.stack([gamma.isfinite().all() for gamma in found.values()]).all()
         if scale is not None:
             taken = scale.isfinite() & (scale != 0)
-            found = {layer: gamma.masked_fill(~(taken | gamma.isnan()), 1.0) for layer, gamma in found.items()}
+            found = {
+                layer: gamma.masked_fill(~(taken | gamma.isnan()), 1.0) for layer, gamma in found.items()
+            }
             applies = applies & taken
         if not applies.is_cuda and (scale is None or taken):
             clip_factors(max_logits, self._config.qk_clip_tau)  # raises

@@ -40,7 +40,7 @@ def clip_factors(max_logits: Mapping[int, torch.Tensor], tau: float = 100.0) -> 
 
 
 def quiet_factors(max_logits: Mapping[int, torch.Tensor], tau: float = 100.0) -> dict[int, torch.Tensor]:
-    """`clip_factors` that reads no value: gamma is NaN where the logit is NaN or +inf. See `check_factors`."""
+    """`clip_factors` that reads no value: NaN where the logit is NaN or +inf. See `check_factors`."""
     if not tau > 0:
         raise InvalidInput(f"clip_factors: tau must be positive, got {tau}")
     return {

@@ -1,9 +1,9 @@
-"""Kernels of the fused update: Muon's momentum and direction, Muon's update, AdamW, and A A^T for Newton-Schulz.
+"""Kernels of the fused update: Muon's direction and update, AdamW, and A A^T for Newton-Schulz.
 
 A program serves one block of Muon, or one piece of a tensor of AdamW. It finds its tensors in a table of
 addresses (`openk3.optim.fused.tables`), and whether there is anything to do in the factor on the gradients:
-where that is 0, inf or NaN, or the gradient is missing, it leaves memory as it is. Every element belongs to one
-program, which computes in fp32.
+where that is 0, inf or NaN, or the gradient is missing, it leaves memory as it is. Every element belongs to
+one program, which computes in fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import, assignment"
@@ -36,7 +36,7 @@ def _number(at, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _tensor(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer that a number from the table of addresses is; in bytes, where it is said to be a multiple."""
+    """The pointer that an entry of the table of addresses is; the compiler is told that it is aligned."""
     pointer = address.to(tl.pointer_type(dtype))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -54,9 +54,9 @@ def _direction(
     blocks, addresses, scale, x, moves, renewed, eps,
     COLUMNS: tl.constexpr, NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Advance a block's momentum, and write its direction at Frobenius norm 1, or zero if the gradient is zero.
+    """Advance a block's momentum, and write its direction at norm 1 (Frobenius), or zero for a zero gradient.
 
-    The direction is written before its norm is known, and scaled in a second pass by the threads that wrote it.
+    The direction is written before its norm is known, and scaled in a second pass by those who wrote it.
     """
     row = blocks + tl.program_id(0).to(tl.int64) * 4
     slot = tl.load(row) * COLUMNS
@@ -99,7 +99,8 @@ def _direction(
 @triton.jit
 def _muon_update(
     blocks, sizes, addresses, rates, moves, x,
-    COLUMNS: tl.constexpr, WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
+    COLUMNS: tl.constexpr, WEIGHT: tl.constexpr, ALIGNED: tl.constexpr,
+    PARTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Decay a block that moves and add its factor; the compute copy is written along."""
     block = tl.program_id(0) // PARTS
@@ -170,7 +171,7 @@ def _symmetric(
     a, out, batch_stride: tl.int64, row_stride, k_stride, n, K, alpha, beta, diagonal,
     HAS_BETA: tl.constexpr, EDGE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out = alpha A A^T + beta A + diagonal I, tiles on and below the diagonal; the others are their mirrors."""
+    """out = alpha A A^T + beta A + diagonal I: tiles up to the diagonal; the others are their mirrors."""
     tiles = tl.cdiv(n, EDGE)
     i = tl.program_id(0) // tiles
     j = tl.program_id(0) % tiles

@@ -1,8 +1,8 @@
 """Muon with kernels; the rule is that of `openk3.optim.muon`.
 
-Blocks of one shape, from all parameters, lie side by side. They are taken in waves of a bounded size: one kernel
-advances the momenta of a wave and writes its directions, Newton-Schulz replaces those by their factors shape by
-shape, one kernel applies them.
+Blocks of one shape, from all parameters, lie side by side. They are taken in waves of a bounded size: one
+kernel advances the momenta of a wave and writes its directions, Newton-Schulz replaces those by their factors
+shape by shape, one kernel applies them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Newton-Schulz in place, on many matrices of one shape, with no elementwise pass.
 
-X <- (a I + b A + c A^2) X with A = X X^T: a is added to the diagonal before the polynomial is rounded, so that
-the third product has nothing to add. A tall X takes A = X^T X from the other side and is never transposed in
-memory. A and its polynomial are symmetric: half of each is computed.
+X <- (a I + b A + c A^2) X with A = X X^T: a is added to the diagonal before the polynomial is rounded, so
+that the third product has nothing to add. A tall X takes A = X^T X from the other side and is never
+transposed in memory. A and its polynomial are symmetric: tiles above the diagonal are copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHUNK_ELEMENTS = 2**24
 def iterate_(x: torch.Tensor, triples: Triples) -> None:
     """Replace each matrix of `[m, R, C]`, of Frobenius norm at most 1, by its (nearly) orthogonal factor."""
     matrices = max(1, min(65_535, CHUNK_ELEMENTS // max(1, x[0].numel())))
-    for chunk in x.split(matrices):
+    for chunk in torch.split(x, matrices):
         _iterate_chunk(chunk, triples)
 
 

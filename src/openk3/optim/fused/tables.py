@@ -1,4 +1,4 @@
-"""Tables through which one launch reaches many tensors: their addresses, and what each parameter's step is."""
+"""Tables through which one launch reaches many tensors: their addresses, and each parameter's step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LANE = 16
 class Addresses:
     """Row by slot: addresses of gradient, master, compute copy and the tensors of its state; 0 for none.
 
-    The gradients' change from step to step where they are freed in between. A table is uploaded only then, from
-    pinned memory, so that the host does not wait.
+    The gradients' change from step to step where they are freed in between. A table is uploaded only then,
+    from pinned memory, so that the host does not wait.
     """
 
     def __init__(self, slots: Sequence[Slot], state: Sequence[Sequence[Tensor]]) -> None:
@@ -34,7 +34,7 @@ class Addresses:
         self._uploaded: list[list[int]] = []
 
     def refresh(self) -> list[Tensor]:
-        """Point the table at the present gradients, and return them: hold them until the kernels are launched."""
+        """Point the table at the present gradients; hold what it returns until the kernels are launched."""
         grads = [slot.grad() for slot in self._slots]
         held = [None if grad is None else grad.contiguous() for grad in grads]
         rows = [
