@@ -5,8 +5,8 @@
 
 Random bf16 parameters with fp32 masters, random fp32 gradients, as the trainer has them. A step is the
 global norm, the clip, Muon and AdamW, compute copies written. Floors: of the experts' products their FLOPs,
-each product whole; of a step those and its bytes, one after the other (the norm reads the gradients once more,
-directions go out and come in as bf16). Times are medians by CUDA events.
+each product whole; of a step those and its bytes, one after the other (the norm reads the gradients once
+more, directions go out and come in as bf16). Times are medians by CUDA events.
 """
 
 from __future__ import annotations

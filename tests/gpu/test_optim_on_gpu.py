@@ -63,7 +63,8 @@ def draw_gradients(named, seed):
     """fp32, each parameter's of its own scale; two experts without tokens."""
     generator = torch.Generator("cuda").manual_seed(seed)
     for i, p in enumerate(named.values()):
-        p.grad = 10.0 ** -(i % 4) * torch.randn(p.shape, device="cuda", generator=generator)
+        grad = 10.0 ** -(i % 4) * torch.randn(p.shape, device=p.device, generator=generator)
+        p.grad = grad.to(torch.promote_types(p.dtype, torch.float32))
     named[EXPERTS].grad[[3, 7]] = 0
 
 
@@ -87,15 +88,15 @@ def masters(named, optimizer):
 @pytest.mark.parametrize(
     ("settings", "limit"),
     [
-        ({"ns_dtype": "float32"}, 1e-4),
+        ({"ns_dtype": "float32"}, 3e-5),
         ({}, 0.03),
         ({"nesterov": False}, 0.03),
-        ({"optimizer": "adamw"}, 1e-4),
+        ({"optimizer": "adamw"}, 3e-5),
     ],
     ids=["fp32 products", "bf16 products", "without Nesterov", "AdamW"],
 )
 def test_movement_equals_float64(model, settings, limit):
-    """fp32: roundings of weights of 0.1 that moved by 0.01. bf16: as far as the eager path's, or nearer."""
+    """fp32: a few roundings. bf16: as far as the eager path's, or nearer."""
     model = MODELS[model]
     runs = {}
     for kind in ("triton", "eager", "float64"):
@@ -106,9 +107,6 @@ def test_movement_equals_float64(model, settings, limit):
         optimizer = optimizer_of(named, model, "triton" if kind == "triton" else "eager", **settings)
         for seed in range(3):
             draw_gradients(named, seed)
-            if kind == "float64":
-                for p in named.values():
-                    p.grad = p.grad.double()
             optimizer.step(0.01, torch.tensor(0.37, device="cuda", dtype=torch.float64))
         runs[kind] = {name: value - start[name] for name, value in masters(named, optimizer).items()}
         if kind == "triton":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_k3 import parameters, set_gradients, tiny_config
 
+from openk3.checkpoint.train_state import CheckpointStore
 from openk3.errors import KernelUnavailable
 from openk3.ops.dispatch import triton_problem
 from openk3.optim import OptimConfig, Optimizer, clip_scale, global_norm, orthogonalize
@@ -42,10 +43,22 @@ def _small_tiles():
         patch.setattr(kernels, "DIRECTION", {"TILE": 256, "num_warps": 1})
         patch.setattr(kernels, "UPDATE", {"TILE": 128, "num_warps": 1})
         patch.setattr(kernels, "ADAMW", {"TILE": 512, "num_warps": 1})
-        patch.setattr(kernels, "SYMMETRIC", {"EDGE": 32, "DEPTH": 32, "num_warps": 1, "num_stages": 1})
+        patch.setattr(kernels, "SYMMETRIC_WIDE", {"EDGE": 32, "DEPTH": 32, "num_warps": 1, "num_stages": 1})
         patch.setattr(muon, "WAVE_ELEMENTS", 4_000)
         patch.setattr(newton_schulz, "CHUNK_ELEMENTS", 1_500)
         yield
+
+
+@pytest.fixture
+def _plain_products(monkeypatch):
+    """Newton-Schulz without its kernel, which takes most of an interpreted step; it has tests of its own."""
+    from openk3.optim.fused import muon
+    from openk3.optim.newton_schulz import _iterate
+
+    def in_place(x, triples):
+        x.copy_(_iterate(x.mT, triples).mT if x.shape[1] > x.shape[2] else _iterate(x, triples))
+
+    monkeypatch.setattr(muon, "iterate_", in_place)
 
 
 def some(dtype=torch.float32, names=ODD):
@@ -107,6 +120,7 @@ def test_steps_equal_float64(settings):
             assert torch.equal(entries["step"], wanted[name]["step"])
 
 
+@pytest.mark.usefixtures("_plain_products")
 def test_masters_and_compute_copies_are_written_together():
     """Within truncation, which is what the interpreter does in place of rounding."""
     named, other = some(torch.bfloat16), some(torch.bfloat16)
@@ -123,6 +137,7 @@ def test_masters_and_compute_copies_are_written_together():
             assert ((p.float() - master).abs() <= 2**-7 * master.abs()).all()
 
 
+@pytest.mark.usefixtures("_plain_products")
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan")])
 def test_a_factor_that_is_zero_or_not_finite_changes_no_bit(scale):
     named = some(torch.bfloat16)
@@ -140,6 +155,7 @@ def test_a_factor_that_is_zero_or_not_finite_changes_no_bit(scale):
     assert all(not torch.equal(before[name], named[name]) for name in named)
 
 
+@pytest.mark.usefixtures("_plain_products")
 def test_blocks_and_parameters_without_a_gradient_keep_every_bit():
     named = some(torch.bfloat16)
     optimizer = optimizer_of(named)
@@ -161,6 +177,7 @@ def test_blocks_and_parameters_without_a_gradient_keep_every_bit():
     assert torch.allclose(after[momentum][0], 0.95 * before[momentum][0], rtol=1e-6)
 
 
+@pytest.mark.usefixtures("_plain_products")
 def test_learning_rate_as_a_number_and_as_a_tensor_are_one():
     results = []
     for lr in (0.01, torch.tensor(0.01, dtype=torch.float64)):
@@ -171,13 +188,16 @@ def test_learning_rate_as_a_number_and_as_a_tensor_are_one():
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-def test_a_state_goes_from_one_path_to_the_other():
-    """With fp32 masters of bf16 parameters, both ways, and training goes on as it would have."""
+@pytest.mark.usefixtures("_plain_products")
+def test_a_state_goes_from_one_path_to_the_other(tmp_path):
+    """Through a checkpoint and in memory, with fp32 masters; training goes on as it would have."""
     named, other = some(torch.bfloat16), some(torch.bfloat16)
     optimizer, eager = optimizer_of(named), optimizer_of(other, "eager")
     set_gradients(named, seed=0)
     optimizer.step(0.01)
-    eager.load_state_dict(optimizer.state_dict())
+    store = CheckpointStore(tmp_path)
+    store.save(1, {"optimizer": optimizer.state_dict()}, config={})
+    eager.load_state_dict(store.load(1, into={"optimizer": eager.state_dict()}, config={})["optimizer"])
     for params, each in ((named, optimizer), (other, eager)):
         set_gradients(params, seed=1)
         each.step(0.01)
@@ -197,7 +217,7 @@ def test_newton_schulz_in_place_equals_float64(shape, name, monkeypatch):
     from openk3.optim.fused import kernels
     from openk3.optim.fused.newton_schulz import iterate_
 
-    monkeypatch.setitem(kernels.SYMMETRIC, "EDGE", 16)  # tiles off the diagonal
+    monkeypatch.setitem(kernels.SYMMETRIC_WIDE, "EDGE", 16)  # tiles off the diagonal
     torch.manual_seed(0)
     x = torch.randn(shape)
     x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
@@ -214,6 +234,35 @@ def test_one_iteration_alone_comes_back_in_place():
     assert torch.allclose(x[0], torch.eye(4) / 2 * (2 + 0.5 / 4 + 0.25 / 16))
 
 
+def test_gradients_that_lie_otherwise_are_copied():
+    """Kernels are told that every tensor begins on 16 bytes and has no gaps."""
+    results = []
+    for lay in (lambda g: g, lambda g: torch.cat([g.new_zeros(1), g.flatten()])[1:].view_as(g), transposed):
+        named = some(names={"layers.0.self_attn.A_log", "embed_tokens.weight"})
+        set_gradients(named, seed=0)
+        for p in named.values():
+            p.grad = lay(p.grad)
+        optimizer_of(named).step(0.01)
+        results.append({name: p.detach().clone() for name, p in named.items()})
+    for other in results[1:]:
+        assert all(torch.equal(results[0][name], other[name]) for name in other)
+
+
+def transposed(grad):
+    return grad.t().contiguous().t() if grad.dim() == 2 else grad
+
+
+def test_a_compute_copy_that_was_moved_is_written_where_it_is():
+    named = some(torch.bfloat16, names={"embed_tokens.weight"})
+    optimizer = optimizer_of(named)
+    table = named["embed_tokens.weight"]
+    table.data = table.detach().clone()
+    before = table.detach().clone()
+    set_gradients(named, seed=0)
+    optimizer.step(0.01)
+    assert not torch.equal(table, before)
+
+
 def test_the_clip_on_the_device_is_that_on_the_host():
     named = some()
     set_gradients(named, seed=3)
@@ -227,5 +276,8 @@ def test_forced_kernels_refuse_what_they_do_not_take():
     with pytest.raises(KernelUnavailable, match="compute in fp32"):
         optimizer_of({"norm.weight": torch.nn.Parameter(torch.ones(4, dtype=torch.float64))})
     apart = torch.nn.Parameter(torch.ones(12, 40).t())
+    odd = torch.nn.Parameter(torch.ones(41)[1:])
+    with pytest.raises(KernelUnavailable, match="multiple of 16 bytes"):
+        optimizer_of({"norm.weight": odd})
     with pytest.raises(KernelUnavailable, match="not contiguous"):
         optimizer_of({"layers.0.self_attn.f_a_proj.weight": apart})

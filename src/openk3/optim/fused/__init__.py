@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from openk3.ops.dispatch import NOWHERE
+from openk3.optim.fused.tables import ALIGNMENT
 from openk3.optim.slots import Slot
 
 CHECKED_ON = NOWHERE
@@ -31,4 +32,7 @@ def problem(slots: Sequence[Slot]) -> str | None:
     apart = [slot.name for slot in slots if not slot.parameter.is_contiguous()]
     if apart:
         return f"{apart[0]} is not contiguous"
+    odd = [slot.name for slot in slots if slot.parameter.data_ptr() % ALIGNMENT]
+    if odd:
+        return f"{odd[0]} does not begin on a multiple of {ALIGNMENT} bytes"
     return None

@@ -21,6 +21,7 @@ UPDATE = {"TILE": 4096, "num_warps": 8}
 UPDATE_PARTS = 4  # programs to a block of Muon
 ADAMW = {"TILE": 2048, "num_warps": 4}
 SYMMETRIC = {"EDGE": 128, "DEPTH": 64, "num_warps": 8, "num_stages": 3}
+SYMMETRIC_WIDE = {"EDGE": 64, "DEPTH": 32, "num_warps": 8, "num_stages": 2}  # fp32, no matrix unit
 
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -251,8 +252,8 @@ def symmetric_product(
         a: `[m, n, K]`, whole matrices apart by one stride; out: `[m, n, n]`, contiguous, m below 65,536.
     """
     m, n, K = a.shape
-    edge = min(SYMMETRIC["EDGE"], max(16, triton.next_power_of_2(n)))
-    tile = {**SYMMETRIC, "EDGE": edge}
+    tile = {**(SYMMETRIC if a.dtype == torch.bfloat16 else SYMMETRIC_WIDE)}
+    edge = tile["EDGE"] = min(tile["EDGE"], max(16, triton.next_power_of_2(n)))
     _symmetric[(triton.cdiv(n, edge) ** 2, m)](
         a, out, *a.stride(), n, K, alpha, beta, diagonal, HAS_BETA=beta != 0.0 or diagonal != 0.0, **tile
     )

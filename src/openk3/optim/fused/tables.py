@@ -10,6 +10,8 @@ from openk3.optim.slots import Slot
 
 Tensor = torch.Tensor
 
+ALIGNMENT = 16
+"""Bytes that every tensor begins on a multiple of."""
 LANE = 16
 """Elements: where all pieces begin and end on multiples of it, kernels move 16 bytes at a time."""
 
@@ -23,23 +25,23 @@ class Addresses:
 
     def __init__(self, slots: Sequence[Slot], state: Sequence[Sequence[Tensor]]) -> None:
         self._slots = slots
-        self._fixed = [
-            [slot.master.data_ptr(), slot.parameter.data_ptr() if slot.owns_master else 0]
-            + [tensor.data_ptr() for tensor in tensors]
-            for slot, tensors in zip(slots, state, strict=True)
-        ]
-        columns = 1 + len(self._fixed[0])
+        self._state = [[tensor.data_ptr() for tensor in tensors] for tensors in state]
+        columns = 3 + len(self._state[0])
         self.table = torch.zeros(len(slots), columns, dtype=torch.int64, device=slots[0].master.device)
         self._host: Tensor | None = None  # kept: the copy from it may not have run yet
         self._uploaded: list[list[int]] = []
 
     def refresh(self) -> list[Tensor]:
         """Point the table at the present gradients; hold what it returns until the kernels are launched."""
-        grads = [slot.grad() for slot in self._slots]
-        held = [None if grad is None else grad.contiguous() for grad in grads]
+        held = [_as_kernels_read(slot.grad()) for slot in self._slots]
         rows = [
-            [0 if grad is None else grad.data_ptr(), *fixed]
-            for grad, fixed in zip(held, self._fixed, strict=True)
+            [
+                0 if grad is None else grad.data_ptr(),
+                slot.master.data_ptr(),
+                slot.parameter.data_ptr() if slot.owns_master else 0,
+                *state,
+            ]
+            for slot, grad, state in zip(self._slots, held, self._state, strict=True)
         ]
         if rows != self._uploaded:
             host = torch.tensor(rows, dtype=torch.int64)
@@ -47,6 +49,13 @@ class Addresses:
             self.table.copy_(self._host, non_blocking=True)
             self._uploaded = rows
         return [grad for grad in held if grad is not None]
+
+
+def _as_kernels_read(grad: Tensor | None) -> Tensor | None:
+    """Contiguous, from a multiple of 16 bytes on: a copy where the gradient lies otherwise."""
+    if grad is None or (grad.is_contiguous() and grad.data_ptr() % ALIGNMENT == 0):
+        return grad
+    return grad.clone(memory_format=torch.contiguous_format)
 
 
 class Rates:
