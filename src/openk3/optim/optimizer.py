@@ -17,7 +17,7 @@ import torch
 
 from openk3.config import ModelConfig
 from openk3.errors import CheckpointError, InvalidInput, KernelUnavailable
-from openk3.ops.dispatch import NOWHERE, choose
+from openk3.ops.dispatch import choose
 from openk3.optim import fused
 from openk3.optim.adamw import AdamW
 from openk3.optim.config import OptimConfig
@@ -186,9 +186,9 @@ def _fuses(slots: list[Slot], wanted: Literal["eager", "triton"] | None) -> bool
     problem = fused.problem(slots)
     if wanted == "triton" and problem:
         raise KernelUnavailable(f"optimizer: {problem}; ask for implementation='eager'")
-    checked = fused.CHECKED_ON != NOWHERE
+    by_default = fused.KERNELS[0].checked
     first = slots[0].master
-    return choose("optimizer", first, wanted, kernels=problem is None, by_default=checked) == "triton"
+    return choose("optimizer", first, wanted, kernels=problem is None, by_default=by_default) == "triton"
 
 
 def _flat(state: State) -> dict[str, torch.Tensor]:

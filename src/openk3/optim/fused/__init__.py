@@ -12,12 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from openk3.ops.dispatch import NOWHERE
+from openk3.ops.dispatch import NOWHERE, Kernel
 from openk3.optim.fused.tables import ALIGNMENT
 from openk3.optim.slots import Slot
 
-CHECKED_ON = NOWHERE
-"""Devices that ran tests/gpu/test_optim_on_gpu.py; until there is one, it runs only where it is asked for."""
+KERNELS = (Kernel("Optimizer.step", takes="fp32 masters on one device", checked_on=NOWHERE),)
 
 
 def problem(slots: Sequence[Slot]) -> str | None:
