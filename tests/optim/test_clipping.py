@@ -9,7 +9,7 @@ import torch
 from tiny_k3 import parameters, set_gradients, tiny_config
 
 from openk3.errors import InvalidInput, TrainingDiverged
-from openk3.optim import clip_grad_norm, grad_norm, nonfinite_gradients
+from openk3.optim import clip_grad_norm, clip_scale, global_norm, grad_norm, nonfinite_gradients
 
 
 def exact_norm(named) -> float:
@@ -83,3 +83,27 @@ def test_no_gradients_have_norm_zero():
 def test_a_bound_that_is_not_positive_is_refused():
     with pytest.raises(InvalidInput, match="max_norm must be positive, got 0"):
         clip_grad_norm([], 0.0)
+
+
+def test_the_norm_and_the_clip_as_tensors_are_those_of_the_host_to_the_bit():
+    named = parameters(tiny_config())
+    set_gradients(named, seed=1)
+    norm = global_norm(named.items())
+    assert norm.dtype == torch.float64 and float(norm) == grad_norm(named.items())
+    assert float(clip_scale(norm, 0.5)) == 0.5 / grad_norm(named.items())
+    assert float(global_norm([])) == 0
+
+
+@pytest.mark.parametrize(
+    ("norm", "most", "scale"),
+    [(0.0, 1.0, 1.0), (0.5, 1.0, 1.0), (4.0, 1.0, 0.25), (4.0, math.inf, 1.0), (math.inf, 1.0, 0.0)],
+)
+def test_the_clip_of_a_norm(norm, most, scale):
+    assert float(clip_scale(torch.tensor(norm), most)) == scale
+
+
+def test_the_clip_of_a_norm_that_is_not_finite_skips():
+    for norm, most in ((math.nan, 1.0), (math.nan, math.inf), (math.inf, math.inf)):
+        assert math.isnan(clip_scale(torch.tensor(norm), most))
+    with pytest.raises(InvalidInput, match="must be positive"):
+        clip_scale(torch.tensor(1.0), 0.0)

@@ -10,7 +10,14 @@ import torch.distributed.checkpoint as dcp
 from tiny_k3 import MLA_LAYER, parameters, set_gradients, tiny_config
 
 from openk3.errors import CheckpointError, InvalidInput, TrainingDiverged
-from openk3.optim import OptimConfig, Optimizer
+from openk3.optim import (
+    OptimConfig,
+    Optimizer,
+    check_factors,
+    clip_grad_norm,
+    clip_scale,
+    global_norm,
+)
 
 MODEL = tiny_config()
 QUERY, KV_B = (f"layers.{MLA_LAYER}.self_attn.{part}.weight" for part in ("q_proj", "kv_b_proj"))
@@ -154,6 +161,46 @@ def test_a_learning_rate_of_zero_moves_nothing():
 def test_a_parameter_of_another_model_is_an_error():
     with pytest.raises(InvalidInput, match=r"vision_tower\.x .* matches none"):
         Optimizer([("vision_tower.x", torch.nn.Parameter(torch.zeros(3)))], OptimConfig(), MODEL)
+
+
+# Steps that a tensor decides.
+
+
+def test_a_step_of_scaled_gradients_is_bitwise_a_clip_and_a_step():
+    clipped, scaled = parameters(MODEL), parameters(MODEL)
+    optimizer, other = optimizer_of(clipped), optimizer_of(scaled)
+    for seed in range(2):
+        for named in (clipped, scaled):
+            set_gradients(named, seed=seed)
+        clip_grad_norm(clipped.items(), 0.01)
+        optimizer.step(0.01)
+        before = {name: p.grad.clone() for name, p in scaled.items()}
+        other.step(torch.tensor(0.01, dtype=torch.float64), clip_scale(global_norm(scaled.items()), 0.01))
+        assert all(torch.equal(p.grad, before[name]) for name, p in scaled.items())
+    assert_same(snapshot(clipped, optimizer), snapshot(scaled, other))
+
+
+@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan")])
+def test_a_scale_of_zero_or_not_finite_skips_step_and_qk_clip(scale):
+    named = parameters(MODEL, torch.bfloat16)
+    optimizer = optimizer_of(named)
+    train(named, optimizer, [0])
+    before = snapshot(named, optimizer)
+    set_gradients(named, seed=1)
+    optimizer.step(0.01, torch.tensor(scale))
+    gammas = optimizer.qk_clip(
+        {MLA_LAYER: max_logits(h0=500.0), 4: max_logits(h1=torch.nan)}, torch.tensor(scale)
+    )
+    assert_same(before, snapshot(named, optimizer))
+    assert gammas[MLA_LAYER].tolist() == [1.0] * 4
+    assert gammas[4].isnan().tolist() == [False, True, False, False]
+
+
+def test_factors_are_checked_when_they_are_read():
+    check_factors({})
+    check_factors({3: torch.ones(4), 4: torch.tensor([0.5, 1.0])})
+    with pytest.raises(TrainingDiverged, match="layer 4, head 1 is not finite"):
+        check_factors({3: torch.ones(2), 4: torch.tensor([1.0, torch.nan])})
 
 
 # Checkpoints.

@@ -61,8 +61,9 @@ def doctor(
     operators = Table("operator", "runs as", "why", title=f"operators on {where.type}", title_justify="left")
     kernels = Table("kernels of", "take", "checked on", title="GPU kernels", title_justify="left")
     compiled: dict[str, list[str]] = {}
-    for name in operator_names():
-        own = getattr(importlib.import_module(f"openk3.ops.{name}"), "KERNELS", ())
+    modules = {name: f"openk3.ops.{name}" for name in operator_names()}
+    for name, module in {**modules, "optim": "openk3.optim.fused"}.items():
+        own = getattr(importlib.import_module(module), "KERNELS", ())
         for kernel in own:
             function = f"{name}.{kernel.function}"
             kernels.add_row(function, kernel.takes, kernel.checked_on)

@@ -29,9 +29,9 @@ class AdamW:
         }
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update the master of every parameter that has a gradient."""
-        active = [(slot, grad) for slot in self._slots if (grad := slot.grad()) is not None]
+    def step(self, lr: float, factor: float = 1.0) -> None:
+        """Update the master of every parameter that has a gradient, which `factor` multiplies."""
+        active = [(slot, grad) for slot in self._slots if (grad := slot.grad(factor)) is not None]
         if not active:
             return
         beta1, beta2 = self._config.betas

@@ -18,6 +18,33 @@ def grad_norm(named_parameters: NamedParameters) -> float:
     return math.hypot(*_norms(named_parameters).values())
 
 
+def global_norm(named_parameters: NamedParameters) -> torch.Tensor:
+    """`grad_norm` where the gradients are: float64 `[]`, unread by the host on a GPU."""
+    named = list(named_parameters)
+    grads = [p.grad for _, p in named if p.grad is not None]
+    if not grads or not all(grad.is_cuda for grad in grads):
+        return torch.tensor(grad_norm(named), dtype=torch.float64)
+    norms: list[torch.Tensor] = []
+    for dtype in {grad.dtype for grad in grads}:
+        alike = [grad for grad in grads if grad.dtype == dtype]
+        norms += torch._foreach_norm(alike, 2, dtype=wide(dtype))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
+    return total
+
+
+def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What multiplies gradients of this global norm so that they have at most `max_norm`: float64 `[]`.
+
+    For `Optimizer.step`, which skips a step where this is 0 or NaN: where the norm is inf or NaN.
+
+    Raises:
+        InvalidInput: `max_norm` is not positive.
+    """
+    if not max_norm > 0:
+        raise InvalidInput(f"clip_scale: max_norm must be positive, got {max_norm}")
+    return (max_norm / norm.double()).clamp(max=1.0)
+
+
 def clip_grad_norm(named_parameters: NamedParameters, max_norm: float, norm: float | None = None) -> float:
     """Scale all gradients in place to a global L2 norm of at most `max_norm`.
 

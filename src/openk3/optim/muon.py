@@ -42,16 +42,20 @@ class Muon:
         self.state = {slot.name: {"momentum": torch.zeros_like(slot.master)} for slot, _ in slots}
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update the master of every parameter that has a gradient, but for its blocks where that is zero."""
-        for bucket in self._buckets:
-            self._step(bucket, lr)
+    def step(self, lr: float, factor: float = 1.0) -> None:
+        """Update the master of every parameter that has a gradient, but for its blocks where that is zero.
 
-    def _step(self, bucket: list[tuple[Slot, Split]], lr: float) -> None:
+        Args:
+            factor: multiplies the gradients.
+        """
+        for bucket in self._buckets:
+            self._step(bucket, lr, factor)
+
+    def _step(self, bucket: list[tuple[Slot, Split]], lr: float, factor: float) -> None:
         directions: list[torch.Tensor] = []
         targets: list[tuple[torch.Tensor, float]] = []  # a view of a master, its learning rate
         for slot, split in bucket:
-            grad = slot.grad()
+            grad = slot.grad(factor)
             if grad is None:
                 continue
             own_lr = lr * slot.treatment.lr_scale
@@ -66,8 +70,8 @@ class Muon:
         factors = orthogonalize(
             directions, self._config.coefficients, dtype=_NS_DTYPES[self._config.ns_dtype]
         )
-        for (block, own_lr), factor in zip(targets, factors, strict=True):
-            block.add_(factor, alpha=-own_lr * ADAMW_RMS * math.sqrt(max(block.shape[-2:])))
+        for (block, own_lr), polar in zip(targets, factors, strict=True):
+            block.add_(polar, alpha=-own_lr * ADAMW_RMS * math.sqrt(max(block.shape[-2:])))
 
     def _direction(self, grad: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
         """The running average of gradients, advanced in place; with Nesterov, seen one gradient ahead."""

@@ -9,6 +9,7 @@ needs none of this: its queries and keys have unit norm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -29,17 +30,40 @@ def clip_factors(max_logits: Mapping[int, torch.Tensor], tau: float = 100.0) -> 
         TrainingDiverged: a logit is NaN or +inf; the text names layer and head.
         InvalidInput: tau is not positive.
     """
-    if not tau > 0:
-        raise InvalidInput(f"clip_factors: tau must be positive, got {tau}")
+    gammas = quiet_factors(max_logits, tau)
     worst = [logits.max() for logits in max_logits.values()]  # NaN if one is NaN
     for layer, logit in zip(max_logits, torch.stack(worst).tolist() if worst else [], strict=True):
         if not logit < torch.inf:
             head = int(max_logits[layer].argmax())
             raise TrainingDiverged(f"largest attention logit of layer {layer}, head {head} is {logit}")
+    return gammas
+
+
+def quiet_factors(max_logits: Mapping[int, torch.Tensor], tau: float = 100.0) -> dict[int, torch.Tensor]:
+    """`clip_factors` that reads no value: NaN where the logit is NaN or +inf. See `check_factors`."""
+    if not tau > 0:
+        raise InvalidInput(f"clip_factors: tau must be positive, got {tau}")
     return {
-        layer: torch.where(logits > tau, tau / logits, torch.ones_like(logits))
+        layer: torch.where(
+            logits < torch.inf,
+            torch.where(logits > tau, tau / logits, torch.ones_like(logits)),
+            torch.full_like(logits, torch.nan),
+        )
         for layer, logits in max_logits.items()
     }
+
+
+def check_factors(gammas: Mapping[int, torch.Tensor]) -> None:
+    """Read what `Optimizer.qk_clip` returned on a GPU; the host waits for it.
+
+    Raises:
+        TrainingDiverged: a gamma is NaN, its logit was NaN or +inf; the text names layer and head.
+    """
+    sums = [gamma.sum() for gamma in gammas.values()]
+    for layer, total in zip(gammas, torch.stack(sums).tolist() if sums else [], strict=True):
+        if math.isnan(total):
+            head = int(gammas[layer].isnan().int().argmax())
+            raise TrainingDiverged(f"largest attention logit of layer {layer}, head {head} is not finite")
 
 
 @torch.no_grad()

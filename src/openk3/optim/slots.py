@@ -32,10 +32,12 @@ class Slot:
     def owns_master(self) -> bool:
         return self.master.dtype != self.parameter.dtype
 
-    def grad(self) -> torch.Tensor | None:
-        """The gradient in the master's dtype; None when the last backward did not reach the parameter."""
-        grad = self.parameter.grad
-        return None if grad is None else grad.to(self.master.dtype)
+    def grad(self, factor: float = 1.0) -> torch.Tensor | None:
+        """The gradient in the master's dtype, times `factor`; None where the last backward did not reach."""
+        if self.parameter.grad is None:
+            return None
+        grad = self.parameter.grad.to(self.master.dtype)
+        return grad if factor == 1 else grad * factor
 
     @torch.no_grad()
     def publish(self) -> None:
