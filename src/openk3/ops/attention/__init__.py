@@ -1,8 +1,9 @@
 """Causal softmax attention over packed sequences: the core of Gated MLA (report §2.1.2).
 
-Knows no latents, gates or positions (K3's attention has none): the caller brings per-head keys and values.
-Key and value head sizes may differ (192 and 128 in the release). The output stays in at least fp32, as the
-report keeps it in training.
+Knows no latents or positions (K3's attention has none): the caller brings per-head keys and values. Key and
+value head sizes may differ (192 and 128 in the release). The output stays in at least fp32, as the report
+keeps it in training. `attention` is the plain operator; `gated_mla` is what a layer calls: with the part of the
+keys that heads share, the output gate, and GPU kernels.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import torch
 
 from openk3.errors import InvalidInput
+from openk3.ops.attention.gated import KERNELS, gated_mla
 from openk3.ops.dispatch import Implementation, choose
 from openk3.ops.packed import sequence_bounds
 from openk3.ops.precision import own_dtypes
 
-__all__ = ["attention"]
+__all__ = ["KERNELS", "attention", "gated_mla"]
 
 
 @own_dtypes

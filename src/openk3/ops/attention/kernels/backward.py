@@ -1,0 +1,187 @@
+"""The backward pass: gate and row sums, then one kernel along keys and one along queries.
+
+With P = softmax(S), o = P V, y = o sigmoid(gate) and delta = sum_c d_o o, the scores' gradient is
+dS = P (d_o V^T - delta). The gradient to a query is a sum over keys and that to a key a sum over queries:
+each kernel makes S and P again and adds in its own order, so that nothing is added atomically and a result
+never depends on which program ran first. delta is taken from d_o as rounded for the products and o in fp32, so
+that each row of dS sums to zero but for rounding of its own.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import, assignment"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from openk3.ops.attention.kernels.blocks import place
+from openk3.ops.triton_math import short_exp2, sigmoid_pair
+
+
+@triton.jit
+def gate_backward(
+    d_y, o, gate, d_o, d_gate, delta, d_y_token, d_y_head, gate_token, gate_head, T, H,
+    V: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """d_o `[T, H, V]`, d_gate `[T, H, V]` and delta `[H, T]` fp32, of ROWS tokens of a head."""
+    h = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, V)
+    inside = token[:, None] < T
+    packed = (token[:, None] * H + h) * V + c[None, :]
+    D = tl.load(d_y + token[:, None] * d_y_token + h * d_y_head + c[None, :], mask=inside, other=0.0)
+    O = tl.load(o + packed, mask=inside, other=0.0)  # noqa: E741
+    if GATED:
+        at = gate + token[:, None] * gate_token + h * gate_head + c[None, :]
+        G, closed = sigmoid_pair(tl.load(at, mask=inside, other=0.0).to(tl.float32))
+        wide = D.to(tl.float32) * G
+        tl.store(d_gate + packed, (wide * closed * O).to(d_gate.dtype.element_ty), mask=inside)
+        D = wide.to(d_o.dtype.element_ty)
+    tl.store(d_o + packed, D, mask=inside)
+    tl.store(delta + h * T + token, tl.sum(D.to(tl.float32) * O, 1), mask=token < T)
+
+
+@triton.jit
+def _query_step(
+    Q, Q_shared, D, dQ, dQ_shared, lse, delta, k, v, shared, start, kv_row, shared_row, row, n_k, ahead, factor,
+    KEYS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    key = start + tl.arange(0, KEYS)
+    step, step_shared = tl.cast(start, tl.int64) * kv_row, tl.cast(start, tl.int64) * shared_row
+    if MASKED:
+        K = tl.load(k + step, mask=key[:, None] < n_k, other=0.0)
+        K_shared = tl.load(shared + step_shared, mask=key[:, None] < n_k, other=0.0)
+        V = tl.load(v + step, mask=key[:, None] < n_k, other=0.0)
+    else:
+        K, K_shared, V = tl.load(k + step), tl.load(shared + step_shared), tl.load(v + step)
+    S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
+    S = tl.dot(Q_shared, tl.trans(K_shared), S, input_precision=PRECISION)
+    dP = tl.dot(D, tl.trans(V), input_precision=PRECISION)
+    P = short_exp2(S * factor - lse[:, None])
+    if MASKED:
+        P = tl.where((key[None, :] <= row[:, None] + ahead) & (key[None, :] < n_k), P, 0.0)
+    dS = (P * (dP - delta[:, None])).to(K.dtype)
+    dQ = tl.dot(dS, K, dQ, input_precision=PRECISION)
+    dQ_shared = tl.dot(dS, K_shared, dQ_shared, input_precision=PRECISION)
+    return dQ, dQ_shared
+
+
+@triton.jit
+def query_backward(
+    q, kv, shared, d_o, lse, delta, cu_seqlens_q, cu_seqlens_k, table, d_q, factor, scale,
+    q_token, q_head, kv_token, kv_head, shared_token, Tq, H,
+    K: tl.constexpr, SHARED: tl.constexpr, V: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d_q `[Tq, H, K + SHARED]` of a block of queries of a head, walking along their keys as the forward."""
+    slot, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if tl.load(table + 2 * slot) < 0:
+        return
+    block, first_q, n_q, first_k, n_k = place(table, slot, cu_seqlens_q, cu_seqlens_k)
+    ahead = n_k - n_q
+    row, key = block * ROWS + tl.arange(0, ROWS), tl.arange(0, KEYS)
+    c, c_shared, c_value = tl.arange(0, K), tl.arange(0, SHARED), tl.arange(0, V)
+    token = first_q + row
+    inside = row[:, None] < n_q
+    at = q + token[:, None] * q_token + h * q_head
+    Q = tl.load(at + c[None, :], mask=inside, other=0.0)
+    Q_shared = tl.load(at + K + c_shared[None, :], mask=inside, other=0.0)
+    D = tl.load(d_o + (token[:, None] * H + h) * V + c_value[None, :], mask=inside, other=0.0)
+    own_lse = tl.load(lse + h * Tq + token, mask=row < n_q, other=float("inf"))
+    own_delta = tl.load(delta + h * Tq + token, mask=row < n_q, other=0.0)
+    base = kv + first_k * kv_token + h * kv_head
+    k = base + key[:, None] * kv_token + c[None, :]
+    v = base + K + key[:, None] * kv_token + c_value[None, :]
+    shared += first_k * shared_token + key[:, None] * shared_token + c_shared[None, :]
+
+    dQ, dQ_shared = tl.zeros([ROWS, K], tl.float32), tl.zeros([ROWS, SHARED], tl.float32)
+    whole = tl.maximum(tl.minimum(block * ROWS + 1 + ahead, n_k), 0) // KEYS * KEYS
+    end = tl.minimum((block + 1) * ROWS, n_q) + ahead
+    for start in range(0, whole, KEYS):
+        dQ, dQ_shared = _query_step(
+            Q, Q_shared, D, dQ, dQ_shared, own_lse, own_delta, k, v, shared, start, kv_token, shared_token,
+            row, n_k, ahead, factor, KEYS=KEYS, MASKED=False, PRECISION=PRECISION,
+        )  # fmt: skip
+    for start in range(whole, end, KEYS):
+        dQ, dQ_shared = _query_step(
+            Q, Q_shared, D, dQ, dQ_shared, own_lse, own_delta, k, v, shared, start, kv_token, shared_token,
+            row, n_k, ahead, factor, KEYS=KEYS, MASKED=True, PRECISION=PRECISION,
+        )  # fmt: skip
+    to = d_q + (token[:, None] * H + h) * (K + SHARED)
+    tl.store(to + c[None, :], (dQ * scale).to(d_q.dtype.element_ty), mask=inside)
+    tl.store(to + K + c_shared[None, :], (dQ_shared * scale).to(d_q.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _key_step(
+    Kt, K_shared, Vt, dK, dK_shared, dV, q, d_o, lse, delta, start, q_row, d_o_row, key, n_q, ahead, factor,
+    K: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row = start + tl.arange(0, ROWS)
+    inside = row < n_q
+    Q = tl.load(q[0] + tl.cast(start, tl.int64) * q_row, mask=inside[:, None], other=0.0)
+    Q_shared = tl.load(q[1] + tl.cast(start, tl.int64) * q_row, mask=inside[:, None], other=0.0)
+    D = tl.load(d_o + tl.cast(start, tl.int64) * d_o_row, mask=inside[:, None], other=0.0)
+    row_lse = tl.load(lse + row, mask=inside, other=float("inf"))
+    row_delta = tl.load(delta + row, mask=inside, other=0.0)
+    S = tl.dot(Kt, tl.trans(Q), input_precision=PRECISION)
+    S = tl.dot(K_shared, tl.trans(Q_shared), S, input_precision=PRECISION)  # [keys, queries]
+    P = short_exp2(S * factor - row_lse[None, :])
+    if MASKED:
+        P = tl.where(key[:, None] <= row[None, :] + ahead, P, 0.0)
+    dP = tl.dot(Vt, tl.trans(D), input_precision=PRECISION)
+    dV = tl.dot(P.to(D.dtype), D, dV, input_precision=PRECISION)
+    dS = (P * (dP - row_delta[None, :])).to(Q.dtype)
+    dK = tl.dot(dS, Q, dK, input_precision=PRECISION)
+    dK_shared = tl.dot(dS, Q_shared, dK_shared, input_precision=PRECISION)
+    return dK, dK_shared, dV
+
+
+@triton.jit
+def key_backward(
+    q, kv, shared, d_o, lse, delta, cu_seqlens_q, cu_seqlens_k, table, d_kv, d_shared, factor, scale,
+    q_token, q_head, kv_token, kv_head, shared_token, Tq, H,
+    K: tl.constexpr, SHARED: tl.constexpr, V: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d_kv `[Tk, H, K + V]`, and each head's part of d_shared, `[Tk, H, SHARED]` fp32, of a block of keys."""
+    slot, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if tl.load(table + 2 * slot) < 0:
+        return
+    block, first_q, n_q, first_k, n_k = place(table, slot, cu_seqlens_q, cu_seqlens_k)
+    block = tl.cdiv(n_k, KEYS) - 1 - block  # the first keys are seen by the most queries
+    ahead = n_k - n_q
+    key, row = block * KEYS + tl.arange(0, KEYS), tl.arange(0, ROWS)
+    c, c_shared, c_value = tl.arange(0, K), tl.arange(0, SHARED), tl.arange(0, V)
+    token = first_k + key
+    inside = key[:, None] < n_k
+    at = kv + token[:, None] * kv_token + h * kv_head
+    own_k = tl.load(at + c[None, :], mask=inside, other=0.0)
+    own_v = tl.load(at + K + c_value[None, :], mask=inside, other=0.0)
+    own_shared = tl.load(shared + token[:, None] * shared_token + c_shared[None, :], mask=inside, other=0.0)
+    base = q + first_q * q_token + h * q_head + row[:, None] * q_token
+    parts = base + c[None, :], base + K + c_shared[None, :]
+    d_o += (first_q * H + h) * V + row[:, None] * H * V + c_value[None, :]
+    lse += h * Tq + first_q
+    delta += h * Tq + first_q
+
+    dK, dV = tl.zeros([KEYS, K], tl.float32), tl.zeros([KEYS, V], tl.float32)
+    dK_shared = tl.zeros([KEYS, SHARED], tl.float32)
+    # Queries from `begin` on see some key of the block, those from `whole` on see them all.
+    begin = tl.maximum(block * KEYS - ahead, 0) // ROWS * ROWS
+    whole = tl.minimum(tl.cdiv(tl.maximum((block + 1) * KEYS - 1 - ahead, 0), ROWS) * ROWS, n_q)
+    for start in range(begin, whole, ROWS):
+        dK, dK_shared, dV = _key_step(
+            own_k, own_shared, own_v, dK, dK_shared, dV, parts, d_o, lse, delta, start, q_token, H * V, key,
+            n_q, ahead, factor, K=K, ROWS=ROWS, MASKED=True, PRECISION=PRECISION,
+        )  # fmt: skip
+    for start in range(whole, n_q, ROWS):
+        dK, dK_shared, dV = _key_step(
+            own_k, own_shared, own_v, dK, dK_shared, dV, parts, d_o, lse, delta, start, q_token, H * V, key,
+            n_q, ahead, factor, K=K, ROWS=ROWS, MASKED=False, PRECISION=PRECISION,
+        )  # fmt: skip
+    to = d_kv + (token[:, None] * H + h) * (K + V)
+    tl.store(to + c[None, :], (dK * scale).to(d_kv.dtype.element_ty), mask=inside)
+    tl.store(to + K + c_value[None, :], dV.to(d_kv.dtype.element_ty), mask=inside)
+    to = d_shared + (token[:, None] * H + h) * SHARED
+    tl.store(to + c_shared[None, :], dK_shared * scale, mask=inside)

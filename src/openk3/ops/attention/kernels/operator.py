@@ -1,0 +1,205 @@
+"""Attention of MLA as operators of torch: shapes, launches and autograd around the kernels of this folder."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import"
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+
+from openk3.ops.attention.kernels.backward import gate_backward, key_backward, query_backward
+from openk3.ops.attention.kernels.blocks import order_blocks
+from openk3.ops.attention.kernels.forward import attention_forward
+
+Tensor = torch.Tensor
+
+# Queries (ROWS) and keys of a tile, by bytes of an element.
+FORWARD = {
+    2: {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3},
+    4: {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 1},
+}
+QUERIES = {
+    2: {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 2},
+    4: {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 1},
+}
+KEYS = {
+    2: {"ROWS": 64, "KEYS": 128, "num_warps": 8, "num_stages": 2},
+    4: {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 1},
+}
+GATE_ROWS = 32
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"  # half precisions have one way alone
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    """`x` with adjacent elements on its last axis; the others may stay apart."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _sizes(q: Tensor, kv: Tensor, shared: Tensor) -> dict[str, int]:
+    K = q.shape[2] - shared.shape[1]
+    return {"K": K, "SHARED": shared.shape[1], "V": kv.shape[2] - K}
+
+
+@torch.library.custom_op("openk3::gated_mla", mutates_args=())
+def _gated_mla(
+    q: Tensor,
+    kv: Tensor,
+    shared: Tensor,
+    gate: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float,
+    return_max_logit: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y `[Tq, H, V]` and the largest logit `[H]`, empty unless asked for; o `[Tq, H, V]` and lse `[H, Tq]`
+    fp32 for the backward, empty unless kept."""
+    q, kv, shared = _adjacent(q), _adjacent(kv), _adjacent(shared)
+    gate = None if gate is None else _adjacent(gate)
+    (Tq, H, _), sizes, tile = q.shape, _sizes(q, kv, shared), FORWARD[q.element_size()]
+    y = q.new_empty(Tq, H, sizes["V"])
+    o = q.new_empty(y.shape if keep else 0, dtype=torch.float32)
+    lse = q.new_empty((H, Tq) if keep else 0, dtype=torch.float32)
+    table = order_blocks(cu_seqlens_q, Tq, tile["ROWS"])
+    largest = q.new_empty(len(table), H, dtype=torch.float32)
+    if len(table) and H:
+        attention_forward[(len(table), H)](
+            q, kv, shared, gate, cu_seqlens_q, cu_seqlens_k, table, y, o, lse, largest,
+            scale * math.log2(math.e), scale,
+            q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), shared.stride(0),
+            *((0, 0) if gate is None else gate.stride()[:2]), Tq, H,
+            GATED=gate is not None, KEEP=keep, PRECISION=_precision(q), **sizes, **tile,
+        )  # fmt: skip
+    if not return_max_logit:
+        return y, q.new_empty(0, dtype=torch.float32), o, lse
+    return y, largest.amax(0) if len(table) else largest.new_full((H,), -math.inf), o, lse
+
+
+@_gated_mla.register_fake
+def _(
+    q: Tensor,
+    kv: Tensor,
+    shared: Tensor,
+    gate: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float,
+    return_max_logit: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    Tq, H, V = q.shape[0], q.shape[1], kv.shape[2] - q.shape[2] + shared.shape[1]
+
+    def fp32(*shape: int) -> Tensor:
+        return q.new_empty(shape, dtype=torch.float32)
+
+    kept = (fp32(Tq, H, V), fp32(H, Tq)) if keep else (fp32(0), fp32(0))
+    return q.new_empty(Tq, H, V), fp32(H) if return_max_logit else fp32(0), *kept
+
+
+@torch.library.custom_op("openk3::gated_mla_backward", mutates_args=())
+def _gated_mla_backward(
+    q: Tensor,
+    kv: Tensor,
+    shared: Tensor,
+    gate: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+    d_y: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients to q, kv, shared and gate; the last is empty without one."""
+    q, kv, shared, d_y = _adjacent(q), _adjacent(kv), _adjacent(shared), _adjacent(d_y)
+    gate = None if gate is None else _adjacent(gate)
+    (Tq, H, _), Tk, sizes = q.shape, len(kv), _sizes(q, kv, shared)
+    d_q, d_kv = q.new_empty(q.shape), kv.new_empty(kv.shape)
+    d_gate = q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+    d_shared = shared.new_empty(Tk, H, shared.shape[1], dtype=torch.float32)
+    d_o, delta = q.new_empty(o.shape), torch.empty_like(lse)
+    if Tq and H:
+        gate_backward[(triton.cdiv(Tq, GATE_ROWS), H)](
+            d_y, o, gate, d_o, d_gate, delta, *d_y.stride()[:2],
+            *((0, 0) if gate is None else gate.stride()[:2]), Tq, H,
+            V=sizes["V"], GATED=gate is not None, ROWS=GATE_ROWS, num_warps=4,
+        )  # fmt: skip
+    common = (
+        scale * math.log2(math.e), scale,
+        q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), shared.stride(0), Tq, H,
+    )  # fmt: skip
+    inputs, precision = (q, kv, shared, d_o, lse, delta, cu_seqlens_q, cu_seqlens_k), _precision(q)
+    tile = KEYS[q.element_size()]
+    table = order_blocks(cu_seqlens_k, Tk, tile["KEYS"])
+    if len(table) and H:
+        key_backward[(len(table), H)](
+            *inputs, table, d_kv, d_shared, *common, PRECISION=precision, **sizes, **tile
+        )
+    tile = QUERIES[q.element_size()]
+    table = order_blocks(cu_seqlens_q, Tq, tile["ROWS"])
+    if len(table) and H:
+        query_backward[(len(table), H)](
+            *inputs, table, d_q, *common, PRECISION=precision, **sizes, **tile
+        )
+    return d_q, d_kv, d_shared.sum(1).to(shared.dtype), d_gate
+
+
+@_gated_mla_backward.register_fake
+def _(
+    q: Tensor,
+    kv: Tensor,
+    shared: Tensor,
+    gate: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+    d_y: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_gate = q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+    return q.new_empty(q.shape), kv.new_empty(kv.shape), shared.new_empty(shared.shape), d_gate
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.scale, _, _ = inputs
+    _, largest, o, lse = output
+    ctx.save_for_backward(*tensors, o, lse)
+    ctx.mark_non_differentiable(largest, o, lse)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, d_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * 9
+    if d_y is None:
+        return nothing
+    q, kv, shared, gate, *offsets, o, lse = ctx.saved_tensors
+    gradients = torch.ops.openk3.gated_mla_backward(q, kv, shared, gate, *offsets, o, lse, ctx.scale, d_y)
+    return *gradients[:3], None if gate is None else gradients[3], *nothing[4:]
+
+
+_gated_mla.register_autograd(_differentiate, setup_context=_keep)
+
+
+def gated_mla(
+    q: Tensor,
+    kv: Tensor,
+    shared: Tensor,
+    gate: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float,
+    return_max_logit: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """See `openk3.ops.attention.gated_mla`."""
+    differentiated = (x for x in (q, kv, shared, gate) if x is not None)
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in differentiated)
+    y, largest, _, _ = torch.ops.openk3.gated_mla(
+        q, kv, shared, gate, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), scale, return_max_logit, keep
+    )
+    return y, largest if return_max_logit else None
