@@ -12,8 +12,7 @@ from openk3.config import MlaConfig
 from openk3.model.layers import At, Linear, RmsNorm
 from openk3.model.protocols import Seams
 from openk3.model.state import MlaState
-from openk3.ops.attention import attention
-from openk3.ops.precision import wide
+from openk3.ops.attention import gated_mla
 
 Tensor = torch.Tensor
 
@@ -52,15 +51,12 @@ class MlaAttention(nn.Module):
         latents = torch.cat([self.kv_a_layernorm(compressed[:, :r]), compressed[:, r:]], dim=-1)
         new = self.seams.context.latents(tag(latents, "mla.latents"), cu_seqlens, state)
 
-        content = self.kv_b_proj(new.latents[:, :r]).view(-1, H, c.qk_nope_head_dim + c.v_head_dim)
-        k_nope, v = content.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
-        shared = new.latents[:, None, r:].expand(-1, H, -1)
-        k = torch.cat([k_nope, shared], dim=-1)  # [T_k, H, qk_head_dim]
-        out, max_logit = attention(q, k, v, cu_seqlens, new.cu_seqlens, return_max_logit=want_max_logit)
-        out = tag(out, "mla.out").view(-1, H * c.v_head_dim)
-        if c.gated:
-            out = out * torch.sigmoid(self.g_proj(x).to(wide(x.dtype)))
-        return self.o_proj(out.to(x.dtype)), new, max_logit
+        kv = self.kv_b_proj(new.latents[:, :r]).view(-1, H, c.qk_nope_head_dim + c.v_head_dim)
+        gate = self.g_proj(x).view(-1, H, c.v_head_dim) if c.gated else None
+        out, max_logit = gated_mla(
+            q, kv, new.latents[:, r:], gate, cu_seqlens, new.cu_seqlens, return_max_logit=want_max_logit
+        )
+        return self.o_proj(tag(out, "mla.out").view(-1, H * c.v_head_dim)), new, max_logit
 
     def _queries(self, x: Tensor) -> Tensor:
         """`[T, H * qk_head_dim]`."""

@@ -113,73 +113,55 @@ def query_backward(
 
 
 @triton.jit
-def _key_step(
-    Kt, K_shared, Vt, dK, dK_shared, dV, q, d_o, lse, delta, start, q_row, d_o_row, key, n_q, ahead, factor,
-    K: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    row = start + tl.arange(0, ROWS)
-    inside = row < n_q
-    Q = tl.load(q[0] + tl.cast(start, tl.int64) * q_row, mask=inside[:, None], other=0.0)
-    Q_shared = tl.load(q[1] + tl.cast(start, tl.int64) * q_row, mask=inside[:, None], other=0.0)
-    D = tl.load(d_o + tl.cast(start, tl.int64) * d_o_row, mask=inside[:, None], other=0.0)
-    row_lse = tl.load(lse + row, mask=inside, other=float("inf"))
-    row_delta = tl.load(delta + row, mask=inside, other=0.0)
-    S = tl.dot(Kt, tl.trans(Q), input_precision=PRECISION)
-    S = tl.dot(K_shared, tl.trans(Q_shared), S, input_precision=PRECISION)  # [keys, queries]
-    P = short_exp2(S * factor - row_lse[None, :])
-    if MASKED:
-        P = tl.where(key[:, None] <= row[None, :] + ahead, P, 0.0)
-    dP = tl.dot(Vt, tl.trans(D), input_precision=PRECISION)
-    dV = tl.dot(P.to(D.dtype), D, dV, input_precision=PRECISION)
-    dS = (P * (dP - row_delta[None, :])).to(Q.dtype)
-    dK = tl.dot(dS, Q, dK, input_precision=PRECISION)
-    dK_shared = tl.dot(dS, Q_shared, dK_shared, input_precision=PRECISION)
-    return dK, dK_shared, dV
-
-
-@triton.jit
 def key_backward(
-    q, kv, shared, d_o, lse, delta, cu_seqlens_q, cu_seqlens_k, table, d_kv, d_shared, factor, scale,
-    q_token, q_head, kv_token, kv_head, shared_token, Tq, H,
+    q, q_shared, kv, shared, d_o, lse, delta, cu_seqlens_q, cu_seqlens_k, table, d_kv, d_shared, factor, scale,
+    kv_token, kv_head, shared_token, Tq, H,
     K: tl.constexpr, SHARED: tl.constexpr, V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """d_kv `[Tk, H, K + V]`, and each head's part of d_shared, `[Tk, H, SHARED]` fp32, of a block of keys."""
-    slot, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """d_kv `[Tk, H, K + V]`, and each head's part of d_shared, `[Tk, H, SHARED]` fp32, of a block of keys.
+
+    q, q_shared and d_o come as descriptors of `[Tq, H, channels]` with boxes of ROWS tokens of a head. A box
+    that reaches past its sequence holds queries of the next one, which get no weight.
+    """
+    slot, h = tl.program_id(0), tl.program_id(1)
     if tl.load(table + 2 * slot) < 0:
         return
     block, first_q, n_q, first_k, n_k = place(table, slot, cu_seqlens_q, cu_seqlens_k)
     block = tl.cdiv(n_k, KEYS) - 1 - block  # the first keys are seen by the most queries
     ahead = n_k - n_q
-    key, row = block * KEYS + tl.arange(0, KEYS), tl.arange(0, ROWS)
+    key = block * KEYS + tl.arange(0, KEYS)
     c, c_shared, c_value = tl.arange(0, K), tl.arange(0, SHARED), tl.arange(0, V)
     token = first_k + key
     inside = key[:, None] < n_k
-    at = kv + token[:, None] * kv_token + h * kv_head
+    at = kv + token[:, None] * kv_token + h.to(tl.int64) * kv_head
     own_k = tl.load(at + c[None, :], mask=inside, other=0.0)
     own_v = tl.load(at + K + c_value[None, :], mask=inside, other=0.0)
     own_shared = tl.load(shared + token[:, None] * shared_token + c_shared[None, :], mask=inside, other=0.0)
-    base = q + first_q * q_token + h * q_head + row[:, None] * q_token
-    parts = base + c[None, :], base + K + c_shared[None, :]
-    d_o += (first_q * H + h) * V + row[:, None] * H * V + c_value[None, :]
-    lse += h * Tq + first_q
-    delta += h * Tq + first_q
+    of_sequence = h.to(tl.int64) * Tq + first_q
+    lse += of_sequence
+    delta += of_sequence
 
     dK, dV = tl.zeros([KEYS, K], tl.float32), tl.zeros([KEYS, V], tl.float32)
     dK_shared = tl.zeros([KEYS, SHARED], tl.float32)
-    # Queries from `begin` on see some key of the block, those from `whole` on see them all.
-    begin = tl.maximum(block * KEYS - ahead, 0) // ROWS * ROWS
-    whole = tl.minimum(tl.cdiv(tl.maximum((block + 1) * KEYS - 1 - ahead, 0), ROWS) * ROWS, n_q)
-    for start in range(begin, whole, ROWS):
-        dK, dK_shared, dV = _key_step(
-            own_k, own_shared, own_v, dK, dK_shared, dV, parts, d_o, lse, delta, start, q_token, H * V, key,
-            n_q, ahead, factor, K=K, ROWS=ROWS, MASKED=True, PRECISION=PRECISION,
-        )  # fmt: skip
-    for start in range(whole, n_q, ROWS):
-        dK, dK_shared, dV = _key_step(
-            own_k, own_shared, own_v, dK, dK_shared, dV, parts, d_o, lse, delta, start, q_token, H * V, key,
-            n_q, ahead, factor, K=K, ROWS=ROWS, MASKED=False, PRECISION=PRECISION,
-        )  # fmt: skip
+    begin = tl.maximum(block * KEYS - ahead, 0) // ROWS * ROWS  # queries before it see none of these keys
+    for start in range(begin, n_q, ROWS):
+        row = start + tl.arange(0, ROWS)
+        place_q = (first_q + start).to(tl.int32)
+        Q = q.load([place_q, h, 0]).reshape(ROWS, K)
+        Q_shared = q_shared.load([place_q, h, 0]).reshape(ROWS, SHARED)
+        D = d_o.load([place_q, h, 0]).reshape(ROWS, V)
+        row_lse = tl.load(lse + row, mask=row < n_q, other=float("inf"))
+        row_delta = tl.load(delta + row, mask=row < n_q, other=0.0)
+        S = tl.dot(own_k, tl.trans(Q), input_precision=PRECISION)
+        S = tl.dot(own_shared, tl.trans(Q_shared), S, input_precision=PRECISION)  # [keys, queries]
+        P = short_exp2(S * factor - row_lse[None, :])
+        P = tl.where(key[:, None] <= row[None, :] + ahead, P, 0.0)
+        dP = tl.dot(own_v, tl.trans(D), input_precision=PRECISION)
+        dV = tl.dot(P.to(D.dtype), D, dV, input_precision=PRECISION)
+        dS = (P * (dP - row_delta[None, :])).to(Q.dtype)
+        dK = tl.dot(dS, Q, dK, input_precision=PRECISION)
+        dK_shared = tl.dot(dS, Q_shared, dK_shared, input_precision=PRECISION)
     to = d_kv + (token[:, None] * H + h) * (K + V)
     tl.store(to + c[None, :], (dK * scale).to(d_kv.dtype.element_ty), mask=inside)
     tl.store(to + K + c_value[None, :], dV.to(d_kv.dtype.element_ty), mask=inside)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from openk3.ops.attention.kernels.backward import gate_backward, key_backward, query_backward
 from openk3.ops.attention.kernels.blocks import order_blocks
@@ -26,7 +27,7 @@ QUERIES = {
     4: {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 1},
 }
 KEYS = {
-    2: {"ROWS": 64, "KEYS": 128, "num_warps": 8, "num_stages": 2},
+    2: {"ROWS": 32, "KEYS": 128, "num_warps": 8, "num_stages": 2},
     4: {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 1},
 }
 GATE_ROWS = 32
@@ -39,6 +40,19 @@ def _precision(x: Tensor) -> str:
 def _adjacent(x: Tensor) -> Tensor:
     """`x` with adjacent elements on its last axis; the others may stay apart."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _boxes(x: Tensor, first: int, channels: int, rows: int) -> TensorDescriptor:
+    """`channels` of `x` `[T, H, D]` from `first` on, to be read as boxes of `rows` tokens of one head.
+
+    The card wants addresses and strides of whole 16 bytes: another `x` is copied.
+    """
+    parts = x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:2])
+    if any(part % 16 for part in parts):
+        x = x.contiguous()
+    return TensorDescriptor(
+        x[:, :, first : first + channels], [*x.shape[:2], channels], [*x.stride()], [rows, 1, channels]
+    )
 
 
 def _sizes(q: Tensor, kv: Tensor, shared: Tensor) -> dict[str, int]:
@@ -129,23 +143,28 @@ def _gated_mla_backward(
             *((0, 0) if gate is None else gate.stride()[:2]), Tq, H,
             V=sizes["V"], GATED=gate is not None, ROWS=GATE_ROWS, num_warps=4,
         )  # fmt: skip
-    common = (
-        scale * math.log2(math.e), scale,
-        q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), shared.stride(0), Tq, H,
-    )  # fmt: skip
-    inputs, precision = (q, kv, shared, d_o, lse, delta, cu_seqlens_q, cu_seqlens_k), _precision(q)
-    tile = KEYS[q.element_size()]
-    table = order_blocks(cu_seqlens_k, Tk, tile["KEYS"])
-    if len(table) and H:
-        key_backward[(len(table), H)](
-            *inputs, table, d_kv, d_shared, *common, PRECISION=precision, **sizes, **tile
+    factor, precision = scale * math.log2(math.e), _precision(q)
+    tile, table = KEYS[q.element_size()], order_blocks(cu_seqlens_k, Tk, KEYS[q.element_size()]["KEYS"])
+    if len(table) and H and Tq:
+        K, S, V = sizes.values()
+        q_boxes, q_shared, d_o_boxes = (
+            _boxes(x, first, channels, tile["ROWS"]) for x, first, channels in ((q, 0, K), (q, K, S), (d_o, 0, V))
         )
-    tile = QUERIES[q.element_size()]
-    table = order_blocks(cu_seqlens_q, Tq, tile["ROWS"])
+        key_backward[(len(table), H)](
+            q_boxes, q_shared, kv, shared, d_o_boxes, lse, delta, cu_seqlens_q, cu_seqlens_k, table,
+            d_kv, d_shared, factor, scale, kv.stride(0), kv.stride(1), shared.stride(0), Tq, H,
+            PRECISION=precision, **sizes, **tile,
+        )  # fmt: skip
+    else:
+        d_kv.zero_()
+        d_shared.zero_()
+    tile, table = QUERIES[q.element_size()], order_blocks(cu_seqlens_q, Tq, QUERIES[q.element_size()]["ROWS"])
     if len(table) and H:
         query_backward[(len(table), H)](
-            *inputs, table, d_q, *common, PRECISION=precision, **sizes, **tile
-        )
+            q, kv, shared, d_o, lse, delta, cu_seqlens_q, cu_seqlens_k, table, d_q, factor, scale,
+            q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), shared.stride(0), Tq, H,
+            PRECISION=precision, **sizes, **tile,
+        )  # fmt: skip
     return d_q, d_kv, d_shared.sum(1).to(shared.dtype), d_gate
 
 
