@@ -74,9 +74,7 @@ def gated_mla(
     problem = _kernel_problem(q, kv, shared, gate)
     if implementation == "triton" and problem:
         raise KernelUnavailable(f"gated_mla: {problem}; ask for implementation='eager'")
-    chosen = choose(
-        "gated_mla", q, implementation, kernels=problem is None, by_default=KERNELS[0].checked
-    )
+    chosen = choose("gated_mla", q, implementation, kernels=problem is None, by_default=KERNELS[0].checked)
     if chosen == "triton":
         for offsets in (cu_seqlens_q, cu_seqlens_k):
             check_offsets("gated_mla", q, cu_seqlens=offsets, checkpoint_at=None)

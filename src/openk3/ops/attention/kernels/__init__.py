@@ -1,1 +1,2 @@
-"""Attention of MLA on the GPU: `forward` and `backward` are kernels, `blocks` who does what, `operator` calls."""
+"""Attention of MLA on the GPU: `forward` and `backward` are kernels, `blocks` who does what, `operator` calls.
+"""

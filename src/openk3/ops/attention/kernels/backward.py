@@ -42,39 +42,17 @@ def gate_backward(
 
 
 @triton.jit
-def _query_step(
-    Q, Q_shared, D, dQ, dQ_shared, lse, delta, k, v, shared, start, kv_row, shared_row, row, n_k, ahead, factor,
-    KEYS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    key = start + tl.arange(0, KEYS)
-    step, step_shared = tl.cast(start, tl.int64) * kv_row, tl.cast(start, tl.int64) * shared_row
-    if MASKED:
-        K = tl.load(k + step, mask=key[:, None] < n_k, other=0.0)
-        K_shared = tl.load(shared + step_shared, mask=key[:, None] < n_k, other=0.0)
-        V = tl.load(v + step, mask=key[:, None] < n_k, other=0.0)
-    else:
-        K, K_shared, V = tl.load(k + step), tl.load(shared + step_shared), tl.load(v + step)
-    S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
-    S = tl.dot(Q_shared, tl.trans(K_shared), S, input_precision=PRECISION)
-    dP = tl.dot(D, tl.trans(V), input_precision=PRECISION)
-    P = short_exp2(S * factor - lse[:, None])
-    if MASKED:
-        P = tl.where((key[None, :] <= row[:, None] + ahead) & (key[None, :] < n_k), P, 0.0)
-    dS = (P * (dP - delta[:, None])).to(K.dtype)
-    dQ = tl.dot(dS, K, dQ, input_precision=PRECISION)
-    dQ_shared = tl.dot(dS, K_shared, dQ_shared, input_precision=PRECISION)
-    return dQ, dQ_shared
-
-
-@triton.jit
 def query_backward(
-    q, kv, shared, d_o, lse, delta, cu_seqlens_q, cu_seqlens_k, table, d_q, factor, scale,
-    q_token, q_head, kv_token, kv_head, shared_token, Tq, H,
+    q, k, v, shared, d_o, lse, delta, cu_seqlens_q, cu_seqlens_k, table, d_q, factor, scale,
+    q_token, q_head, Tq, H,
     K: tl.constexpr, SHARED: tl.constexpr, V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """d_q `[Tq, H, K + SHARED]` of a block of queries of a head, walking along their keys as the forward."""
-    slot, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """d_q `[Tq, H, K + SHARED]` of a block of queries of a head, walking along their keys.
+
+    k, v and shared come as descriptors, as in the forward.
+    """
+    slot, h = tl.program_id(0), tl.program_id(1)
     if tl.load(table + 2 * slot) < 0:
         return
     block, first_q, n_q, first_k, n_k = place(table, slot, cu_seqlens_q, cu_seqlens_k)
@@ -83,30 +61,28 @@ def query_backward(
     c, c_shared, c_value = tl.arange(0, K), tl.arange(0, SHARED), tl.arange(0, V)
     token = first_q + row
     inside = row[:, None] < n_q
-    at = q + token[:, None] * q_token + h * q_head
+    at = q + token[:, None] * q_token + h.to(tl.int64) * q_head
     Q = tl.load(at + c[None, :], mask=inside, other=0.0)
     Q_shared = tl.load(at + K + c_shared[None, :], mask=inside, other=0.0)
     D = tl.load(d_o + (token[:, None] * H + h) * V + c_value[None, :], mask=inside, other=0.0)
-    own_lse = tl.load(lse + h * Tq + token, mask=row < n_q, other=float("inf"))
-    own_delta = tl.load(delta + h * Tq + token, mask=row < n_q, other=0.0)
-    base = kv + first_k * kv_token + h * kv_head
-    k = base + key[:, None] * kv_token + c[None, :]
-    v = base + K + key[:, None] * kv_token + c_value[None, :]
-    shared += first_k * shared_token + key[:, None] * shared_token + c_shared[None, :]
+    of_head = h.to(tl.int64) * Tq + token
+    own_lse = tl.load(lse + of_head, mask=row < n_q, other=float("inf"))
+    own_delta = tl.load(delta + of_head, mask=row < n_q, other=0.0)
 
     dQ, dQ_shared = tl.zeros([ROWS, K], tl.float32), tl.zeros([ROWS, SHARED], tl.float32)
-    whole = tl.maximum(tl.minimum(block * ROWS + 1 + ahead, n_k), 0) // KEYS * KEYS
-    end = tl.minimum((block + 1) * ROWS, n_q) + ahead
-    for start in range(0, whole, KEYS):
-        dQ, dQ_shared = _query_step(
-            Q, Q_shared, D, dQ, dQ_shared, own_lse, own_delta, k, v, shared, start, kv_token, shared_token,
-            row, n_k, ahead, factor, KEYS=KEYS, MASKED=False, PRECISION=PRECISION,
-        )  # fmt: skip
-    for start in range(whole, end, KEYS):
-        dQ, dQ_shared = _query_step(
-            Q, Q_shared, D, dQ, dQ_shared, own_lse, own_delta, k, v, shared, start, kv_token, shared_token,
-            row, n_k, ahead, factor, KEYS=KEYS, MASKED=True, PRECISION=PRECISION,
-        )  # fmt: skip
+    end = tl.minimum((block + 1) * ROWS, n_q) + ahead  # keys that the last query of the block sees
+    for start in range(0, end, KEYS):
+        t = (first_k + start).to(tl.int32)
+        Kt, Ks = k.load([t, h, 0]).reshape(KEYS, K), shared.load([t, 0])
+        Vt = v.load([t, h, 0]).reshape(KEYS, V)
+        S = tl.dot(Q, tl.trans(Kt), input_precision=PRECISION)
+        S = tl.dot(Q_shared, tl.trans(Ks), S, input_precision=PRECISION)
+        dP = tl.dot(D, tl.trans(Vt), input_precision=PRECISION)
+        P = short_exp2(S * factor - own_lse[:, None])
+        P = tl.where((start + key)[None, :] <= row[:, None] + ahead, P, 0.0)
+        dS = (P * (dP - own_delta[:, None])).to(Kt.dtype)
+        dQ = tl.dot(dS, Kt, dQ, input_precision=PRECISION)
+        dQ_shared = tl.dot(dS, Ks, dQ_shared, input_precision=PRECISION)
     to = d_q + (token[:, None] * H + h) * (K + SHARED)
     tl.store(to + c[None, :], (dQ * scale).to(d_q.dtype.element_ty), mask=inside)
     tl.store(to + K + c_shared[None, :], (dQ_shared * scale).to(d_q.dtype.element_ty), mask=inside)

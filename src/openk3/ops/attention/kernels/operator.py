@@ -23,7 +23,7 @@ FORWARD = {
     4: {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 1},
 }
 QUERIES = {
-    2: {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 2},
+    2: {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3},
     4: {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 1},
 }
 KEYS = {
@@ -42,17 +42,18 @@ def _adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _boxes(x: Tensor, first: int, channels: int, rows: int) -> TensorDescriptor:
-    """`channels` of `x` `[T, H, D]` from `first` on, to be read as boxes of `rows` tokens of one head.
+def _aligned(x: Tensor) -> Tensor:
+    """`x` as the card can read boxes of it: adjacent channels, address and strides of whole 16 bytes."""
+    x = _adjacent(x)
+    places = x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1])
+    return x.clone(memory_format=torch.contiguous_format) if any(at % 16 for at in places) else x
 
-    The card wants addresses and strides of whole 16 bytes: another `x` is copied.
-    """
-    parts = x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:2])
-    if any(part % 16 for part in parts):
-        x = x.contiguous()
-    return TensorDescriptor(
-        x[:, :, first : first + channels], [*x.shape[:2], channels], [*x.stride()], [rows, 1, channels]
-    )
+
+def _boxes(x: Tensor, first: int, channels: int, tokens: int) -> TensorDescriptor:
+    """`channels` of an aligned `x` `[T, H, D]` or `[T, D]` from `first` on, by `tokens` of one head."""
+    part = x[..., first : first + channels]
+    box = [tokens, *[1] * (x.dim() - 2), channels]
+    return TensorDescriptor(part, [*part.shape], [*part.stride()], box)
 
 
 def _sizes(q: Tensor, kv: Tensor, shared: Tensor) -> dict[str, int]:
@@ -74,19 +75,26 @@ def _gated_mla(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y `[Tq, H, V]` and the largest logit `[H]`, empty unless asked for; o `[Tq, H, V]` and lse `[H, Tq]`
     fp32 for the backward, empty unless kept."""
-    q, kv, shared = _adjacent(q), _adjacent(kv), _adjacent(shared)
+    q, kv, shared = _adjacent(q), _aligned(kv), _aligned(shared)
     gate = None if gate is None else _adjacent(gate)
     (Tq, H, _), sizes, tile = q.shape, _sizes(q, kv, shared), FORWARD[q.element_size()]
+    K, S, V = sizes.values()
     y = q.new_empty(Tq, H, sizes["V"])
     o = q.new_empty(y.shape if keep else 0, dtype=torch.float32)
     lse = q.new_empty((H, Tq) if keep else 0, dtype=torch.float32)
     table = order_blocks(cu_seqlens_q, Tq, tile["ROWS"])
     largest = q.new_empty(len(table), H, dtype=torch.float32)
-    if len(table) and H:
+    if not (Tq and H and len(kv)):
+        for x in (y, o):
+            x.zero_()
+        lse.fill_(math.inf)
+        largest.fill_(-math.inf)
+    else:
+        parts = (kv, 0, K), (kv, K, V), (shared, 0, S)
         attention_forward[(len(table), H)](
-            q, kv, shared, gate, cu_seqlens_q, cu_seqlens_k, table, y, o, lse, largest,
-            scale * math.log2(math.e), scale,
-            q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), shared.stride(0),
+            q, *(_boxes(*part, tile["KEYS"]) for part in parts), kv[..., K:], gate,
+            cu_seqlens_q, cu_seqlens_k, table, y, o, lse, largest, scale * math.log2(math.e), scale,
+            q.stride(0), q.stride(1), kv.stride(0), kv.stride(1),
             *((0, 0) if gate is None else gate.stride()[:2]), Tq, H,
             GATED=gate is not None, KEEP=keep, PRECISION=_precision(q), **sizes, **tile,
         )  # fmt: skip
@@ -130,41 +138,42 @@ def _gated_mla_backward(
     d_y: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients to q, kv, shared and gate; the last is empty without one."""
-    q, kv, shared, d_y = _adjacent(q), _adjacent(kv), _adjacent(shared), _adjacent(d_y)
+    q, kv, shared, d_y = _aligned(q), _aligned(kv), _aligned(shared), _adjacent(d_y)
     gate = None if gate is None else _adjacent(gate)
     (Tq, H, _), Tk, sizes = q.shape, len(kv), _sizes(q, kv, shared)
+    K, S, V = sizes.values()
     d_q, d_kv = q.new_empty(q.shape), kv.new_empty(kv.shape)
     d_gate = q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
-    d_shared = shared.new_empty(Tk, H, shared.shape[1], dtype=torch.float32)
+    d_shared = shared.new_empty(Tk, H, S, dtype=torch.float32)
+    if not (Tq and Tk and H):
+        for x in (d_q, d_kv, d_gate, d_shared):
+            x.zero_()
+        return d_q, d_kv, d_shared.sum(1).to(shared.dtype), d_gate
     d_o, delta = q.new_empty(o.shape), torch.empty_like(lse)
-    if Tq and H:
-        gate_backward[(triton.cdiv(Tq, GATE_ROWS), H)](
-            d_y, o, gate, d_o, d_gate, delta, *d_y.stride()[:2],
-            *((0, 0) if gate is None else gate.stride()[:2]), Tq, H,
-            V=sizes["V"], GATED=gate is not None, ROWS=GATE_ROWS, num_warps=4,
-        )  # fmt: skip
-    factor, precision = scale * math.log2(math.e), _precision(q)
-    tile, table = KEYS[q.element_size()], order_blocks(cu_seqlens_k, Tk, KEYS[q.element_size()]["KEYS"])
-    if len(table) and H and Tq:
-        K, S, V = sizes.values()
-        q_boxes, q_shared, d_o_boxes = (
-            _boxes(x, first, channels, tile["ROWS"]) for x, first, channels in ((q, 0, K), (q, K, S), (d_o, 0, V))
-        )
-        key_backward[(len(table), H)](
-            q_boxes, q_shared, kv, shared, d_o_boxes, lse, delta, cu_seqlens_q, cu_seqlens_k, table,
-            d_kv, d_shared, factor, scale, kv.stride(0), kv.stride(1), shared.stride(0), Tq, H,
-            PRECISION=precision, **sizes, **tile,
-        )  # fmt: skip
-    else:
-        d_kv.zero_()
-        d_shared.zero_()
-    tile, table = QUERIES[q.element_size()], order_blocks(cu_seqlens_q, Tq, QUERIES[q.element_size()]["ROWS"])
-    if len(table) and H:
-        query_backward[(len(table), H)](
-            q, kv, shared, d_o, lse, delta, cu_seqlens_q, cu_seqlens_k, table, d_q, factor, scale,
-            q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), shared.stride(0), Tq, H,
-            PRECISION=precision, **sizes, **tile,
-        )  # fmt: skip
+    gate_backward[(triton.cdiv(Tq, GATE_ROWS), H)](
+        d_y, o, gate, d_o, d_gate, delta, *d_y.stride()[:2],
+        *((0, 0) if gate is None else gate.stride()[:2]), Tq, H,
+        V=V, GATED=gate is not None, ROWS=GATE_ROWS, num_warps=4,
+    )  # fmt: skip
+    rows, offsets = (lse, delta), (cu_seqlens_q, cu_seqlens_k)
+    factors = scale * math.log2(math.e), scale
+    fixed = sizes | {"PRECISION": _precision(q)}
+
+    tile = KEYS[q.element_size()]
+    table = order_blocks(cu_seqlens_k, Tk, tile["KEYS"])
+    parts = (q, 0, K), (q, K, S), (d_o, 0, V)
+    q_boxes, q_shared, d_o_boxes = (_boxes(*part, tile["ROWS"]) for part in parts)
+    key_backward[(len(table), H)](
+        q_boxes, q_shared, kv, shared, d_o_boxes, *rows, *offsets, table, d_kv, d_shared, *factors,
+        kv.stride(0), kv.stride(1), shared.stride(0), Tq, H, **fixed, **tile,
+    )  # fmt: skip
+    tile = QUERIES[q.element_size()]
+    table = order_blocks(cu_seqlens_q, Tq, tile["ROWS"])
+    parts = (kv, 0, K), (kv, K, V), (shared, 0, S)
+    query_backward[(len(table), H)](
+        q, *(_boxes(*part, tile["KEYS"]) for part in parts), d_o, *rows, *offsets, table, d_q, *factors,
+        q.stride(0), q.stride(1), Tq, H, **fixed, **tile,
+    )  # fmt: skip
     return d_q, d_kv, d_shared.sum(1).to(shared.dtype), d_gate
 
 
@@ -219,6 +228,14 @@ def gated_mla(
     differentiated = (x for x in (q, kv, shared, gate) if x is not None)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in differentiated)
     y, largest, _, _ = torch.ops.openk3.gated_mla(
-        q, kv, shared, gate, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), scale, return_max_logit, keep
+        q,
+        kv,
+        shared,
+        gate,
+        cu_seqlens_q.contiguous(),
+        cu_seqlens_k.contiguous(),
+        scale,
+        return_max_logit,
+        keep,
     )
     return y, largest if return_max_logit else None
