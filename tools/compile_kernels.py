@@ -97,6 +97,7 @@ def compile_for(
         patch.object(torch.Tensor, "contiguous", lambda x, **_: x.new_empty(x.shape)),  # no CUDA to copy with
         patch("openk3.ops.kda.kernels.intra_backward._selections", _fake_selections),
         patch("openk3.ops.attnres.kernels.operator.as_rows", lambda x: x),  # asks for addresses
+        patch("openk3.ops.attention.kernels.operator._aligned", lambda x: x),
     ):
         for dtype in dtypes:
             label = "bf16" if dtype == torch.bfloat16 else "fp32"
@@ -109,6 +110,8 @@ def compile_for(
             _launch_gated_units(dtype)
             label = f"of a norm {name}"
             _launch_norms(dtype)
+            label = f"of MLA {name}"
+            _launch_gated_mla(8192, 96, dtype)
         label = "of the cross-entropy bf16"
         _launch_cross_entropy(torch.bfloat16)
         for K in head_sizes:
@@ -244,6 +247,17 @@ def _launch_norms(dtype: torch.dtype) -> None:
         for gate in (None, x):
             kernels._row_norm._init_fn(x, weight, gate, 1e-5, True)
             kernels._row_norm_backward._init_fn(x, weight, gate, 1e-5, True, x)
+
+
+def _launch_gated_mla(T: int, H: int, dtype: torch.dtype) -> None:
+    from openk3.ops.attention.kernels import operator
+
+    q, kv, shared, o = (_empty(*shape, dtype=dtype) for shape in ((T, H, 192), (T, H, 256), (T, 64), (T, H, 128)))
+    cu_seqlens, lse = _empty(2, dtype=torch.int32), _empty(H, T)
+    for gate in (None, o):
+        inputs = q, kv, shared, gate, cu_seqlens, cu_seqlens
+        operator._gated_mla._init_fn(*inputs, 0.1, True, True)
+        operator._gated_mla_backward._init_fn(*inputs, o.float(), lse, 0.1, o)
 
 
 def _launch_cross_entropy(dtype: torch.dtype) -> None:

@@ -2,8 +2,8 @@
 
 Knows no latents or positions (K3's attention has none): the caller brings per-head keys and values. Key and
 value head sizes may differ (192 and 128 in the release). The output stays in at least fp32, as the report
-keeps it in training. `attention` is the plain operator; `gated_mla` is what a layer calls: with the part of the
-keys that heads share, the output gate, and GPU kernels.
+keeps it in training. `attention` is the plain operator; `gated_mla` is what a layer calls: with the part of
+the keys that heads share, the output gate, and GPU kernels.
 """
 
 from __future__ import annotations

@@ -1,2 +1,1 @@
-"""Attention of MLA on the GPU: `forward` and `backward` are kernels, `blocks` who does what, `operator` calls.
-"""
+"""Attention of MLA on the GPU: `forward` and `backward` are kernels, `blocks` deals out, `operator` calls."""

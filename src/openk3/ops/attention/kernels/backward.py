@@ -3,8 +3,8 @@
 With P = softmax(S), o = P V, y = o sigmoid(gate) and delta = sum_c d_o o, the scores' gradient is
 dS = P (d_o V^T - delta). The gradient to a query is a sum over keys and that to a key a sum over queries:
 each kernel makes S and P again and adds in its own order, so that nothing is added atomically and a result
-never depends on which program ran first. delta is taken from d_o as rounded for the products and o in fp32, so
-that each row of dS sums to zero but for rounding of its own.
+never depends on which program ran first. delta is taken from o in fp32 and d_o as rounded for the products,
+so that each row of dS sums to zero but for rounding of its own.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import, assignment"
@@ -90,8 +90,8 @@ def query_backward(
 
 @triton.jit
 def key_backward(
-    q, q_shared, kv, shared, d_o, lse, delta, cu_seqlens_q, cu_seqlens_k, table, d_kv, d_shared, factor, scale,
-    kv_token, kv_head, shared_token, Tq, H,
+    q, q_shared, kv, shared, d_o, lse, delta, cu_seqlens_q, cu_seqlens_k, table, d_kv, d_shared,
+    factor, scale, kv_token, kv_head, shared_token, Tq, H,
     K: tl.constexpr, SHARED: tl.constexpr, V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
