@@ -171,15 +171,15 @@ def try_variants() -> None:
         }
         for part, sizes in tried.items():
             table = getattr(operator, part)
-            best = dict(table[2])
+            best = dict(table["large"])
             for rows_, keys, warps, stages in sizes:
-                table[2] = {"ROWS": rows_, "KEYS": keys, "num_warps": warps, "num_stages": stages}
+                table["large"] = {"ROWS": rows_, "KEYS": keys, "num_warps": warps, "num_stages": stages}
                 try:
                     time = milliseconds(calls["FORWARD" if part == "FORWARD" else "BACKWARD"], 5, 60)
-                    print(f"{name} {part} {table[2]}: {time:.4g} ms", flush=True)
+                    print(f"{name} {part} {table['large']}: {time:.4g} ms", flush=True)
                 except Exception as error:  # noqa: BLE001
-                    print(f"{name} {part} {table[2]} fails: {str(error)[:200]}", flush=True)
-            table[2] = best
+                    print(f"{name} {part} {table['large']} fails: {str(error)[:200]}", flush=True)
+            table["large"] = best
 
 
 def main() -> int:

@@ -252,7 +252,9 @@ def _launch_norms(dtype: torch.dtype) -> None:
 def _launch_gated_mla(T: int, H: int, dtype: torch.dtype) -> None:
     from openk3.ops.attention.kernels import operator
 
-    q, kv, shared, o = (_empty(*shape, dtype=dtype) for shape in ((T, H, 192), (T, H, 256), (T, 64), (T, H, 128)))
+    q, kv, shared, o = (
+        _empty(*shape, dtype=dtype) for shape in ((T, H, 192), (T, H, 256), (T, 64), (T, H, 128))
+    )
     cu_seqlens, lse = _empty(2, dtype=torch.int32), _empty(H, T)
     for gate in (None, o):
         inputs = q, kv, shared, gate, cu_seqlens, cu_seqlens

@@ -31,7 +31,7 @@ def tile(request, monkeypatch):
     rows, keys = TILES[getattr(request, "param", "tall")]
     small = {"ROWS": rows, "KEYS": keys, "num_warps": 4, "num_stages": 1}
     for sizes in (operator.FORWARD, operator.QUERIES, operator.KEYS):
-        monkeypatch.setattr(operator, _name_of(operator, sizes), dict.fromkeys((2, 4), small))
+        monkeypatch.setattr(operator, _name_of(operator, sizes), dict.fromkeys(sizes, small))
 
 
 def _name_of(module, value) -> str:

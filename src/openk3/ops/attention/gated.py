@@ -89,7 +89,7 @@ def gated_mla(
     from openk3.ops.attention import attention
 
     K = q.shape[-1] - shared.shape[-1]
-    k, v = kv.split([K, kv.shape[-1] - K], dim=-1)
+    k, v = torch.split(kv, [K, kv.shape[-1] - K], dim=-1)
     k = torch.cat([k, shared[:, None].expand(-1, k.shape[1], -1)], dim=-1)
     o, max_logit = attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k,

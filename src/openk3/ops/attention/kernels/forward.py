@@ -42,12 +42,12 @@ def attention_forward(
     K: tl.constexpr, SHARED: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y `[Tq, H, V]` = o * sigmoid(gate); with KEEP also o fp32, and lse `[H, Tq]` fp32 to base 2, +inf
-    where no key is seen. largest `[slots, H]`: of each block, -inf where there is none.
+    """y `[Tq, H, V]` = o * sigmoid(gate); with KEEP also o fp32, and lse `[H, Tq]` fp32 to base 2,
+    +inf where no key is seen. largest `[slots, H]`: of each block, -inf where there is none.
 
     factor = scale * log2(e); rows of q are `[K | SHARED]`. k, v and shared are descriptors with boxes of KEYS
-    tokens (of a head); such a box may reach into the next sequence, whose values, times weights of zero, would
-    still carry a NaN. So values near the diagonal are read with a mask, by the pointer `values`.
+    tokens (of a head); such a box may reach into the next sequence, whose values, times weights of zero,
+    would still carry a NaN. So values near the diagonal are read with a mask, by the pointer `values`.
     """
     slot, h = tl.program_id(0), tl.program_id(1)
     if tl.load(table + 2 * slot) < 0:

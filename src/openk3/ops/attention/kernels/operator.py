@@ -17,24 +17,40 @@ from openk3.ops.attention.kernels.forward import attention_forward
 
 Tensor = torch.Tensor
 
-# Queries (ROWS) and keys of a tile, by bytes of an element.
+# Queries (ROWS) and keys of a tile: for half precisions on cards whose programs may have much shared memory,
+# on others, and for fp32, whose products are sums of three.
+_SMALL, _FP32 = ({"ROWS": rows, "KEYS": 32, "num_warps": 4} for rows in (64, 32))
 FORWARD = {
-    2: {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3},
-    4: {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 1},
+    "large": {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3},
+    "small": _SMALL | {"num_stages": 2},
+    "fp32": _FP32 | {"num_stages": 1},
 }
 QUERIES = {
-    2: {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3},
-    4: {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 1},
+    "large": {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3},
+    "small": _SMALL | {"num_stages": 2},
+    "fp32": _FP32 | {"num_stages": 1},
 }
 KEYS = {
-    2: {"ROWS": 32, "KEYS": 128, "num_warps": 8, "num_stages": 2},
-    4: {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 1},
+    "large": {"ROWS": 32, "KEYS": 128, "num_warps": 8, "num_stages": 2},
+    "small": {"ROWS": 32, "KEYS": 64, "num_warps": 4, "num_stages": 2},
+    "fp32": _FP32 | {"num_stages": 1},
 }
 GATE_ROWS = 32
+MUCH = 210 << 10  # bytes of shared memory that a program of a large tile takes, at most
+
+
+def _tile(sizes: dict[str, dict[str, int]], x: Tensor) -> dict[str, int]:
+    if x.element_size() == 4:
+        return sizes["fp32"]
+    if x.device.type == "cuda":
+        card = torch.cuda.get_device_properties(x.device)
+        if getattr(card, "shared_memory_per_block_optin", 0) < MUCH:
+            return sizes["small"]
+    return sizes["large"]
 
 
 def _precision(x: Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"  # half precisions have one way alone
+    return "tf32x3" if x.dtype == torch.float32 else "tf32"  # half precisions have one way alone
 
 
 def _adjacent(x: Tensor) -> Tensor:
@@ -51,7 +67,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _boxes(x: Tensor, first: int, channels: int, tokens: int) -> TensorDescriptor:
     """`channels` of an aligned `x` `[T, H, D]` or `[T, D]` from `first` on, by `tokens` of one head."""
-    part = x[..., first : first + channels]
+    part = x.narrow(-1, first, channels)
     box = [tokens, *[1] * (x.dim() - 2), channels]
     return TensorDescriptor(part, [*part.shape], [*part.stride()], box)
 
@@ -77,7 +93,7 @@ def _gated_mla(
     fp32 for the backward, empty unless kept."""
     q, kv, shared = _adjacent(q), _aligned(kv), _aligned(shared)
     gate = None if gate is None else _adjacent(gate)
-    (Tq, H, _), sizes, tile = q.shape, _sizes(q, kv, shared), FORWARD[q.element_size()]
+    (Tq, H, _), sizes, tile = q.shape, _sizes(q, kv, shared), _tile(FORWARD, q)
     K, S, V = sizes.values()
     y = q.new_empty(Tq, H, sizes["V"])
     o = q.new_empty(y.shape if keep else 0, dtype=torch.float32)
@@ -92,7 +108,7 @@ def _gated_mla(
     else:
         parts = (kv, 0, K), (kv, K, V), (shared, 0, S)
         attention_forward[(len(table), H)](
-            q, *(_boxes(*part, tile["KEYS"]) for part in parts), kv[..., K:], gate,
+            q, *(_boxes(*part, tile["KEYS"]) for part in parts), kv.narrow(2, K, V), gate,
             cu_seqlens_q, cu_seqlens_k, table, y, o, lse, largest, scale * math.log2(math.e), scale,
             q.stride(0), q.stride(1), kv.stride(0), kv.stride(1),
             *((0, 0) if gate is None else gate.stride()[:2]), Tq, H,
@@ -159,7 +175,7 @@ def _gated_mla_backward(
     factors = scale * math.log2(math.e), scale
     fixed = sizes | {"PRECISION": _precision(q)}
 
-    tile = KEYS[q.element_size()]
+    tile = _tile(KEYS, q)
     table = order_blocks(cu_seqlens_k, Tk, tile["KEYS"])
     parts = (q, 0, K), (q, K, S), (d_o, 0, V)
     q_boxes, q_shared, d_o_boxes = (_boxes(*part, tile["ROWS"]) for part in parts)
@@ -167,7 +183,7 @@ def _gated_mla_backward(
         q_boxes, q_shared, kv, shared, d_o_boxes, *rows, *offsets, table, d_kv, d_shared, *factors,
         kv.stride(0), kv.stride(1), shared.stride(0), Tq, H, **fixed, **tile,
     )  # fmt: skip
-    tile = QUERIES[q.element_size()]
+    tile = _tile(QUERIES, q)
     table = order_blocks(cu_seqlens_q, Tq, tile["ROWS"])
     parts = (kv, 0, K), (kv, K, V), (shared, 0, S)
     query_backward[(len(table), H)](
