@@ -1,7 +1,7 @@
 """Attention of MLA on one GPU, beside torch's cuDNN and flash attention: errors against float64, then times.
 
     PYTHONPATH=src python bench/attention.py h200              rows, merged into results/h200.json
-    PYTHONPATH=src python bench/attention.py h200 --variants   times of other tiles, nothing merged
+    PYTHONPATH=src python bench/attention.py h200 --variants   times of other kernels and tiles, nothing merged
 
 Head sizes of K3: keys 128 + 64 shared, values 128, bf16. Ours takes the shared part where it lies, gates its
 output, keeps fp32 and finds the largest logit. Peers do the attention alone: they are given whole keys, and
@@ -69,8 +69,9 @@ def results(tensors: Sequence[Tensor], offsets: Tensor, **options: Any) -> dict[
     return dict(zip(names, (y.detach(), largest, *torch.autograd.grad(y, leaves, d_y)), strict=True))
 
 
-def check() -> None:
+def check(kernels: str) -> None:
     """Right, the same twice, and never waiting for the device; raises if not."""
+    print(f"{kernels} kernels")
     for lengths in ((1000,), (300, 1, 0, 64, 147, 700)):
         tensors, offsets = draw(lengths, 3)
         exact = results([x.double() for x in tensors], offsets, implementation="reference")
@@ -149,14 +150,19 @@ def measure(limits: Ceilings) -> list[dict[str, object]]:
 
 
 def try_variants() -> None:
-    """Each pass alone over tiles (queries, keys, warps, stages), in ms."""
+    """Each pass alone over kernels and tiles, in ms; both gradients' times are those of the whole backward."""
     from openk3.ops.attention.kernels import operator
 
     operators = torch.ops.openk3
-    tried = {
-        "FORWARD": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)],
-        "QUERIES": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2)],
-        "KEYS": [(32, 128, 8, 2), (32, 128, 8, 3), (32, 64, 4, 2), (64, 64, 8, 2), (64, 128, 8, 2)],
+    plain = {
+        "FORWARD": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2)],
+        "QUERIES": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3)],
+        "KEYS": [(32, 128, 8, 2), (32, 64, 4, 2), (64, 64, 8, 2)],
+    }
+    hopper = {
+        "FORWARD": [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4)],
+        "QUERIES": [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 4)],
+        "KEYS": [(32, 128, 8, 4), (32, 128, 8, 3), (32, 64, 4, 3)],
     }
     for name, lengths, heads in (("8192_h96", [8192], 96), ("r1", documents(32, 4096), 8)):
         tensors, offsets = draw(lengths, heads)
@@ -169,17 +175,22 @@ def try_variants() -> None:
                 *p, o, lse, s, y
             ),
         }
-        for part, sizes in tried.items():
-            table = getattr(operator, part)
-            best = dict(table["large"])
-            for rows_, keys, warps, stages in sizes:
-                table["large"] = {"ROWS": rows_, "KEYS": keys, "num_warps": warps, "num_stages": stages}
-                try:
-                    time = milliseconds(calls["FORWARD" if part == "FORWARD" else "BACKWARD"], 5, 60)
-                    print(f"{name} {part} {table['large']}: {time:.4g} ms", flush=True)
-                except Exception as error:  # noqa: BLE001
-                    print(f"{name} {part} {table['large']} fails: {str(error)[:200]}", flush=True)
-            table["large"] = best
+        for kernels, tried in (("plain", plain), ("hopper", hopper)):
+            operator.HOPPER = set() if kernels == "plain" else {"forward", "keys", "queries"}
+            for part, sizes in tried.items():
+                table = getattr(operator, part) if kernels == "plain" else vars(operator)
+                key = "large" if kernels == "plain" else f"{part}_HOPPER"
+                best = table[key]
+                for rows_, keys, warps, stages in sizes:
+                    tile = {"ROWS": rows_, "KEYS": keys, "num_warps": warps}
+                    tile["num_stages" if kernels == "plain" else "STAGES"] = stages
+                    table[key] = tile
+                    try:
+                        time = milliseconds(calls["FORWARD" if part == "FORWARD" else "BACKWARD"], 5, 50)
+                        print(f"{name} {kernels} {part} {tile}: {time:.4g} ms", flush=True)
+                    except Exception as error:  # noqa: BLE001
+                        print(f"{name} {kernels} {part} {tile} fails: {str(error)[:200]}", flush=True)
+                table[key] = best
 
 
 def main() -> int:
@@ -192,11 +203,19 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("bench/attention.py needs a CUDA device")
         return 0
-    try:
-        check()
-    except Exception:  # noqa: BLE001
-        traceback.print_exc()
-        return 1
+    from openk3.ops.attention.kernels import operator
+
+    hopper = operator.HOPPER
+    for kernels in ("plain", "hopper"):
+        operator.HOPPER = set() if kernels == "plain" else hopper
+        try:
+            check(kernels)
+        except Exception:  # noqa: BLE001
+            traceback.print_exc()
+            hopper = set()
+            if kernels == "plain":
+                return 1
+    operator.HOPPER = hopper
     if arguments.variants:
         try_variants()
         return 0

@@ -34,6 +34,15 @@ PACKINGS = {
 }
 
 
+@pytest.fixture(autouse=True, params=["plain", "hopper"])
+def _kernels(request, monkeypatch):
+    """Every test with plain Triton alone, and with Hopper's own kernels where they fit."""
+    from openk3.ops.attention.kernels import operator
+
+    if request.param == "plain":
+        monkeypatch.setattr(operator, "HOPPER", set())
+
+
 def packed(pairs: list[tuple[int, int]]) -> list[torch.Tensor]:
     lengths = [[n for n, _ in pairs], [n for _, n in pairs]]
     return [torch.tensor([0, *one]).cumsum(0).int().cuda() for one in lengths]

@@ -1,1 +1,4 @@
-"""Attention of MLA on the GPU: `forward` and `backward` are kernels, `blocks` deals out, `operator` calls."""
+"""Attention of MLA on the GPU: `operator` calls the kernels of the other modules.
+
+`forward` and `backward` are plain Triton and the twins of those for Hopper; `blocks` says who does what.
+"""

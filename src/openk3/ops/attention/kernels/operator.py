@@ -17,6 +17,12 @@ from openk3.ops.attention.kernels.forward import attention_forward
 
 Tensor = torch.Tensor
 
+# Passes that Hopper's own kernels take where they fit.
+HOPPER = {"forward", "keys", "queries"}
+FORWARD_HOPPER = {"ROWS": 128, "KEYS": 128, "STAGES": 2, "num_warps": 8}
+QUERIES_HOPPER = {"ROWS": 128, "KEYS": 64, "STAGES": 3, "num_warps": 8}
+KEYS_HOPPER = {"ROWS": 32, "KEYS": 128, "STAGES": 4, "num_warps": 8}
+
 # Queries (ROWS) and keys of a tile: for half precisions on cards whose programs may have much shared memory,
 # on others, and for fp32, whose products are sums of three.
 _SMALL, _FP32 = ({"ROWS": rows, "KEYS": 32, "num_warps": 4} for rows in (64, 32))
@@ -72,6 +78,11 @@ def _boxes(x: Tensor, first: int, channels: int, tokens: int) -> TensorDescripto
     return TensorDescriptor(part, [*part.shape], [*part.stride()], box)
 
 
+def _on_hopper(part: str, q: Tensor, sizes: dict[str, int]) -> bool:
+    fits = q.dtype == torch.bfloat16 and tuple(sizes.values()) == (128, 64, 128)
+    return part in HOPPER and fits and q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
+
+
 def _sizes(q: Tensor, kv: Tensor, shared: Tensor) -> dict[str, int]:
     K = q.shape[2] - shared.shape[1]
     return {"K": K, "SHARED": shared.shape[1], "V": kv.shape[2] - K}
@@ -91,28 +102,42 @@ def _gated_mla(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y `[Tq, H, V]` and the largest logit `[H]`, empty unless asked for; o `[Tq, H, V]` and lse `[H, Tq]`
     fp32 for the backward, empty unless kept."""
-    q, kv, shared = _adjacent(q), _aligned(kv), _aligned(shared)
+    q, kv, shared = _aligned(q), _aligned(kv), _aligned(shared)
     gate = None if gate is None else _adjacent(gate)
-    (Tq, H, _), sizes, tile = q.shape, _sizes(q, kv, shared), _tile(FORWARD, q)
+    (Tq, H, _), sizes = q.shape, _sizes(q, kv, shared)
     K, S, V = sizes.values()
-    y = q.new_empty(Tq, H, sizes["V"])
+    hopper = _on_hopper("forward", q, sizes)
+    tile = FORWARD_HOPPER if hopper else _tile(FORWARD, q)
+    y = q.new_empty(Tq, H, V)
     o = q.new_empty(y.shape if keep else 0, dtype=torch.float32)
     lse = q.new_empty((H, Tq) if keep else 0, dtype=torch.float32)
     table = order_blocks(cu_seqlens_q, Tq, tile["ROWS"])
     largest = q.new_empty(len(table), H, dtype=torch.float32)
+    outputs, factors = (y, o, lse, largest), (scale * math.log2(math.e), scale)
+    gate_strides = (0, 0) if gate is None else gate.stride()[:2]
+    flags = {"GATED": gate is not None, "KEEP": keep}
     if not (Tq and H and len(kv)):
         for x in (y, o):
             x.zero_()
         lse.fill_(math.inf)
         largest.fill_(-math.inf)
+    elif hopper:
+        from openk3.ops.attention.kernels.backward_hopper import boxes
+        from openk3.ops.attention.kernels.forward_hopper import attention_forward_hopper
+
+        operands = (q, K, "ROWS"), (q, S, "ROWS"), (kv, K, "KEYS"), (shared, S, "KEYS")
+        attention_forward_hopper[(len(table), H)](
+            *(boxes(x, tile[tokens], columns) for x, columns, tokens in operands), gate,
+            cu_seqlens_q, cu_seqlens_k, table, *outputs, *factors, q.stride(1), kv.stride(1),
+            *gate_strides, Tq, H, **flags, **tile,
+        )  # fmt: skip
     else:
         parts = (kv, 0, K), (kv, K, V), (shared, 0, S)
         attention_forward[(len(table), H)](
             q, *(_boxes(*part, tile["KEYS"]) for part in parts), kv.narrow(2, K, V), gate,
-            cu_seqlens_q, cu_seqlens_k, table, y, o, lse, largest, scale * math.log2(math.e), scale,
-            q.stride(0), q.stride(1), kv.stride(0), kv.stride(1),
-            *((0, 0) if gate is None else gate.stride()[:2]), Tq, H,
-            GATED=gate is not None, KEEP=keep, PRECISION=_precision(q), **sizes, **tile,
+            cu_seqlens_q, cu_seqlens_k, table, *outputs, *factors,
+            q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), *gate_strides, Tq, H,
+            PRECISION=_precision(q), **flags, **sizes, **tile,
         )  # fmt: skip
     if not return_max_logit:
         return y, q.new_empty(0, dtype=torch.float32), o, lse
@@ -175,21 +200,43 @@ def _gated_mla_backward(
     factors = scale * math.log2(math.e), scale
     fixed = sizes | {"PRECISION": _precision(q)}
 
-    tile = _tile(KEYS, q)
+    hopper = _on_hopper("keys", q, sizes)
+    tile = KEYS_HOPPER if hopper else _tile(KEYS, q)
     table = order_blocks(cu_seqlens_k, Tk, tile["KEYS"])
-    parts = (q, 0, K), (q, K, S), (d_o, 0, V)
-    q_boxes, q_shared, d_o_boxes = (_boxes(*part, tile["ROWS"]) for part in parts)
-    key_backward[(len(table), H)](
-        q_boxes, q_shared, kv, shared, d_o_boxes, *rows, *offsets, table, d_kv, d_shared, *factors,
-        kv.stride(0), kv.stride(1), shared.stride(0), Tq, H, **fixed, **tile,
-    )  # fmt: skip
-    tile = _tile(QUERIES, q)
+    outputs = table, d_kv, d_shared
+    if hopper:
+        from openk3.ops.attention.kernels.backward_hopper import boxes, key_backward_hopper
+
+        operands = (q, K, "ROWS"), (q, S, "ROWS"), (kv, K, "KEYS"), (shared, S, "KEYS"), (d_o, V, "ROWS")
+        key_backward_hopper[(len(table), H)](
+            *(boxes(x, tile[tokens], columns) for x, columns, tokens in operands),
+            *rows, *offsets, *outputs, *factors, q.stride(1), kv.stride(1), Tq, H, **tile,
+        )  # fmt: skip
+    else:
+        parts = (q, 0, K), (q, K, S), (d_o, 0, V)
+        q_boxes, q_shared, d_o_boxes = (_boxes(*part, tile["ROWS"]) for part in parts)
+        key_backward[(len(table), H)](
+            q_boxes, q_shared, kv, shared, d_o_boxes, *rows, *offsets, *outputs, *factors,
+            kv.stride(0), kv.stride(1), shared.stride(0), Tq, H, **fixed, **tile,
+        )  # fmt: skip
+    hopper = _on_hopper("queries", q, sizes)
+    tile = QUERIES_HOPPER if hopper else _tile(QUERIES, q)
     table = order_blocks(cu_seqlens_q, Tq, tile["ROWS"])
-    parts = (kv, 0, K), (kv, K, V), (shared, 0, S)
-    query_backward[(len(table), H)](
-        q, *(_boxes(*part, tile["KEYS"]) for part in parts), d_o, *rows, *offsets, table, d_q, *factors,
-        q.stride(0), q.stride(1), Tq, H, **fixed, **tile,
-    )  # fmt: skip
+    outputs = table, d_q
+    if hopper:
+        from openk3.ops.attention.kernels.backward_hopper import boxes, query_backward_hopper
+
+        operands = (q, K, "ROWS"), (q, S, "ROWS"), (d_o, V, "ROWS"), (kv, K, "KEYS"), (shared, S, "KEYS")
+        query_backward_hopper[(len(table), H)](
+            *(boxes(x, tile[tokens], columns) for x, columns, tokens in operands),
+            *rows, *offsets, *outputs, *factors, q.stride(1), kv.stride(1), Tq, H, **tile,
+        )  # fmt: skip
+    else:
+        parts = (kv, 0, K), (kv, K, V), (shared, 0, S)
+        query_backward[(len(table), H)](
+            q, *(_boxes(*part, tile["KEYS"]) for part in parts), d_o, *rows, *offsets, *outputs, *factors,
+            q.stride(0), q.stride(1), Tq, H, **fixed, **tile,
+        )  # fmt: skip
     return d_q, d_kv, d_shared.sum(1).to(shared.dtype), d_gate
 
 
