@@ -1,7 +1,7 @@
 """Attention of MLA on one GPU, beside torch's cuDNN and flash attention: errors against float64, then times.
 
     PYTHONPATH=src python bench/attention.py h200              rows, merged into results/h200.json
-    PYTHONPATH=src python bench/attention.py h200 --variants   times of other kernels and tiles, nothing merged
+    PYTHONPATH=src python bench/attention.py h200 --variants   times by kernel and tile, nothing merged
 
 Head sizes of K3: keys 128 + 64 shared, values 128, bf16. Ours takes the shared part where it lies, gates its
 output, keeps fp32 and finds the largest logit. Peers do the attention alone: they are given whole keys, and
@@ -150,7 +150,7 @@ def measure(limits: Ceilings) -> list[dict[str, object]]:
 
 
 def try_variants() -> None:
-    """Each pass alone over kernels and tiles, in ms; both gradients' times are those of the whole backward."""
+    """Each pass alone over kernels and tiles, in ms; QUERIES and KEYS are times of the whole backward."""
     from openk3.ops.attention.kernels import operator
 
     operators = torch.ops.openk3

@@ -203,39 +203,37 @@ def _gated_mla_backward(
     hopper = _on_hopper("keys", q, sizes)
     tile = KEYS_HOPPER if hopper else _tile(KEYS, q)
     table = order_blocks(cu_seqlens_k, Tk, tile["KEYS"])
-    outputs = table, d_kv, d_shared
     if hopper:
         from openk3.ops.attention.kernels.backward_hopper import boxes, key_backward_hopper
 
         operands = (q, K, "ROWS"), (q, S, "ROWS"), (kv, K, "KEYS"), (shared, S, "KEYS"), (d_o, V, "ROWS")
         key_backward_hopper[(len(table), H)](
             *(boxes(x, tile[tokens], columns) for x, columns, tokens in operands),
-            *rows, *offsets, *outputs, *factors, q.stride(1), kv.stride(1), Tq, H, **tile,
+            *rows, *offsets, table, d_kv, d_shared, *factors, q.stride(1), kv.stride(1), Tq, H, **tile,
         )  # fmt: skip
     else:
         parts = (q, 0, K), (q, K, S), (d_o, 0, V)
         q_boxes, q_shared, d_o_boxes = (_boxes(*part, tile["ROWS"]) for part in parts)
         key_backward[(len(table), H)](
-            q_boxes, q_shared, kv, shared, d_o_boxes, *rows, *offsets, *outputs, *factors,
-            kv.stride(0), kv.stride(1), shared.stride(0), Tq, H, **fixed, **tile,
+            q_boxes, q_shared, kv, shared, d_o_boxes, *rows, *offsets, table, d_kv, d_shared,
+            *factors, kv.stride(0), kv.stride(1), shared.stride(0), Tq, H, **fixed, **tile,
         )  # fmt: skip
     hopper = _on_hopper("queries", q, sizes)
     tile = QUERIES_HOPPER if hopper else _tile(QUERIES, q)
     table = order_blocks(cu_seqlens_q, Tq, tile["ROWS"])
-    outputs = table, d_q
     if hopper:
         from openk3.ops.attention.kernels.backward_hopper import boxes, query_backward_hopper
 
         operands = (q, K, "ROWS"), (q, S, "ROWS"), (d_o, V, "ROWS"), (kv, K, "KEYS"), (shared, S, "KEYS")
         query_backward_hopper[(len(table), H)](
             *(boxes(x, tile[tokens], columns) for x, columns, tokens in operands),
-            *rows, *offsets, *outputs, *factors, q.stride(1), kv.stride(1), Tq, H, **tile,
+            *rows, *offsets, table, d_q, *factors, q.stride(1), kv.stride(1), Tq, H, **tile,
         )  # fmt: skip
     else:
         parts = (kv, 0, K), (kv, K, V), (shared, 0, S)
         query_backward[(len(table), H)](
-            q, *(_boxes(*part, tile["KEYS"]) for part in parts), d_o, *rows, *offsets, *outputs, *factors,
-            q.stride(0), q.stride(1), Tq, H, **fixed, **tile,
+            q, *(_boxes(*part, tile["KEYS"]) for part in parts), d_o, *rows, *offsets, table, d_q,
+            *factors, q.stride(0), q.stride(1), Tq, H, **fixed, **tile,
         )  # fmt: skip
     return d_q, d_kv, d_shared.sum(1).to(shared.dtype), d_gate
 
