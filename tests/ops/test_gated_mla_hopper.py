@@ -35,7 +35,6 @@ def machine(monkeypatch) -> Machine:
     for module in (backward_hopper, forward_hopper):
         machine.replace(module, monkeypatch)
         monkeypatch.setattr(module, "place", _place)
-    monkeypatch.setattr(forward_hopper, "_fetch", backward_hopper._fetch)
     return machine
 
 

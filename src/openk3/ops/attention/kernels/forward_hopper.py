@@ -18,9 +18,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
     warpgroup_mma_wait,
 )
 
-from openk3.ops.attention.kernels.backward_hopper import DTYPE, SHARED, K, _fetch
+from openk3.ops.attention.kernels.backward_hopper import DTYPE, SHARED, K
 from openk3.ops.attention.kernels.blocks import place
 from openk3.ops.triton_math import short_exp2, short_sigmoid
+
+
+@gluon.jit
+def _fetch_keys(kv, shared, tile, shared_tile, ready, t, at):
+    mbarrier.expect(ready, kv.block_type.nbytes + shared.block_type.nbytes)
+    tma.async_copy_global_to_shared(kv, [t, at], ready, tile)
+    tma.async_copy_global_to_shared(shared, [t, 0], ready, shared_tile)
+
+
+@gluon.jit
+def _fetch_values(kv, tile, ready, t, at):
+    mbarrier.expect(ready, kv.block_type.nbytes)
+    tma.async_copy_global_to_shared(kv, [t, at], ready, tile)
 
 
 @gluon.jit
@@ -77,30 +90,34 @@ def attention_forward_hopper(
     k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, K], kv.layout)
     s_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, SHARED], shared.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, K], kv.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES + 1):
+    # Of q; keys; values: the last values are wanted a step after the last keys.
+    ready = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(2 * STAGES + 1):
         mbarrier.init(ready.index(s), count=1)
     fence_async_shared()
     gl.thread_barrier()
 
-    mbarrier.expect(ready.index(STAGES), own.block_type.nbytes + own_shared.block_type.nbytes)
-    tma.async_copy_global_to_shared(own, [t_q, h * q_head], ready.index(STAGES), own_q)
-    tma.async_copy_global_to_shared(own_shared, [t_q, h * q_head + K], ready.index(STAGES), own_s)
+    mbarrier.expect(ready.index(2 * STAGES), own.block_type.nbytes + own_shared.block_type.nbytes)
+    tma.async_copy_global_to_shared(own, [t_q, h * q_head], ready.index(2 * STAGES), own_q)
+    tma.async_copy_global_to_shared(own_shared, [t_q, h * q_head + K], ready.index(2 * STAGES), own_s)
+    at_k, at_v = h * kv_head, h * kv_head + K
     for s in gl.static_range(STAGES):
         if s < steps:
-            _fetch(
-                kv, shared, kv, k_tiles.index(s), s_tiles.index(s), v_tiles.index(s), ready.index(s),
-                t_k + s * KEYS, h * kv_head, 0, h * kv_head + K,
-            )  # fmt: skip
+            t = t_k + s * KEYS
+            _fetch_keys(kv, shared, k_tiles.index(s), s_tiles.index(s), ready.index(s), t, at_k)
+            _fetch_values(kv, v_tiles.index(s), ready.index(STAGES + s), t, at_v)
     row = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-    mbarrier.wait(ready.index(STAGES), 0)
+    mbarrier.wait(ready.index(2 * STAGES), 0)
     mbarrier.wait(ready.index(0), 0)
-    _blank(v_tiles.index(0), 0, n_k, KEYS)
 
     zero = gl.zeros([ROWS, KEYS], gl.float32, layout=SCORES)
     S = warpgroup_mma(own_q, k_tiles.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     S = warpgroup_mma(own_s, s_tiles.index(0).permute((1, 0)), S, is_async=True)
     S = warpgroup_mma_wait(0, deps=(S,))
+    gl.thread_barrier()
+    if STAGES < steps:
+        t = t_k + STAGES * KEYS
+        _fetch_keys(kv, shared, k_tiles.index(0), s_tiles.index(0), ready.index(0), t, at_k)
     m = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
     P, m, _ = _softmax(S, m, 0, row, whole, n_k, ahead, factor, KEYS, SCORES)
     total = gl.sum(P, 1)
@@ -109,25 +126,29 @@ def attention_forward_hopper(
     for i in range(1, steps):
         stage, before = i % STAGES, (i - 1) % STAGES
         mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-        _blank(v_tiles.index(stage), i * KEYS, n_k, KEYS)
         S = warpgroup_mma(own_q, k_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         S = warpgroup_mma(own_s, s_tiles.index(stage).permute((1, 0)), S, is_async=True)
+        mbarrier.wait(ready.index(STAGES + before), ((i - 1) // STAGES) & 1)
         summed = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
         S = warpgroup_mma_wait(1, deps=(S,))
         P, m, decay = _softmax(S, m, i * KEYS, row, whole, n_k, ahead, factor, KEYS, SCORES)
         total = total * decay + gl.sum(P, 1)
         summed, weights = warpgroup_mma_wait(0, deps=(summed, weights))
-        # Every warp is done with the stage before.
+        # Every warp is done with these keys, and with the values before them.
         gl.thread_barrier()
-        later = i - 1 + STAGES
+        later = i + STAGES
         if later < steps:
-            _fetch(
-                kv, shared, kv, k_tiles.index(before), s_tiles.index(before), v_tiles.index(before),
-                ready.index(before), t_k + later * KEYS, h * kv_head, 0, h * kv_head + K,
-            )  # fmt: skip
+            t = t_k + later * KEYS
+            _fetch_keys(kv, shared, k_tiles.index(stage), s_tiles.index(stage), ready.index(stage), t, at_k)
+        if later - 1 < steps:
+            t = t_k + (later - 1) * KEYS
+            _fetch_values(kv, v_tiles.index(before), ready.index(STAGES + before), t, at_v)
         acc = summed * gl.convert_layout(decay, ROW)[:, None]
         weights = gl.convert_layout(P.to(DTYPE), LEFT)
-    acc = warpgroup_mma(weights, v_tiles.index((steps - 1) % STAGES), acc, is_async=True)
+    stage = (steps - 1) % STAGES
+    mbarrier.wait(ready.index(STAGES + stage), ((steps - 1) // STAGES) & 1)
+    _blank(v_tiles.index(stage), (steps - 1) * KEYS, n_k, KEYS)
+    acc = warpgroup_mma(weights, v_tiles.index(stage), acc, is_async=True)
     acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
 
     any_nan = gl.max(gl.where((total != total) & (row < n_q), 1, 0), 0)  # gl.max passes NaN over
