@@ -11,6 +11,8 @@ Every operand is a box of a matrix `[T, columns]`, in which a head is a range of
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from triton.experimental import gluon  # type: ignore[import-untyped]
 from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
@@ -35,8 +37,12 @@ DTYPE = gl.constexpr(gl.bfloat16)
 def boxes(x: torch.Tensor, tokens: int, columns: int) -> TensorDescriptor:
     """Boxes of an aligned `x` `[T, H, D]` or `[T, D]`, seen as a matrix with a row for each token."""
     width = sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)) + 1
-    layout = gl.NVMMASharedLayout.get_default_for([tokens, columns], gl.bfloat16)
-    return TensorDescriptor(x, [len(x), width], [x.stride(0), 1], [tokens, columns], layout)
+    return TensorDescriptor(x, [len(x), width], [x.stride(0), 1], [tokens, columns], _layout(tokens, columns))
+
+
+@functools.cache
+def _layout(tokens: int, columns: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([tokens, columns], gl.bfloat16)
 
 
 @gluon.jit
