@@ -107,6 +107,9 @@ OPERATORS: dict[str, Callable[[Draw], Any]] = {
     "kda_gate": lambda draw: kda_gate.kda_gate(draw(T, H, K), draw(H), draw(H, K), lower_bound=-5.0),
     "short_conv": lambda draw: short_conv.short_conv(draw(T, 8), draw(8, 4), CU),
     "attention": lambda draw: attention.attention(draw(T, H, K), draw(T, H, K), draw(T, H, K), CU, CU),
+    "gated_mla": lambda draw: attention.gated_mla(
+        draw(T, H, K), draw(T, H, K), draw(T, 16), draw(T, H, 16), CU, CU
+    ),
     "rms_norm": lambda draw: norm.rms_norm(draw(T, K), draw(K), 1e-6),
     "gated_rms_norm": lambda draw: norm.gated_rms_norm(draw(T, H, K), draw(T, H, K), draw(K), 1e-6),
     "l2_norm": lambda draw: norm.l2_norm(draw(T, K)),
@@ -133,7 +136,7 @@ OPERATORS: dict[str, Callable[[Draw], Any]] = {
 
 
 # Composed of torch's operators, whose derivatives follow autocast where the backward itself runs under it.
-TORCHS_DERIVATIVES = {"attention", "attnres_bank_mixes"}
+TORCHS_DERIVATIVES = {"attnres_bank_mixes"}
 
 
 def _results(operator: Callable[[Draw], Any], forward: bool, backward: bool) -> list[Tensor]:

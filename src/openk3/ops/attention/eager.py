@@ -18,7 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.attention.grouping import Group, gather, group_by_length, scatter
-from openk3.ops.precision import wide
+from openk3.ops.precision import own_dtypes, wide
 
 CPU_TILE = 64, 1 << 19  # queries, scores: 2 MB in fp32, the second-level caches of two cores (measured best)
 GPU_TILE = 512, 1 << 27
@@ -85,6 +85,7 @@ class _Attention(torch.autograd.Function):
         return o, largest
 
     @staticmethod
+    @own_dtypes
     @once_differentiable
     def backward(
         ctx: Any, d_o: torch.Tensor, _: torch.Tensor | None

@@ -13,7 +13,7 @@ from openk3.errors import InvalidInput, KernelUnavailable
 from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
 from openk3.ops.packed import check_offsets
-from openk3.ops.precision import wide
+from openk3.ops.precision import own_dtypes, wide
 
 KERNELS = (
     Kernel(
@@ -28,6 +28,7 @@ SIZES = (16, 32, 64, 128)
 Tensor = torch.Tensor
 
 
+@own_dtypes
 def gated_mla(
     q: Tensor,
     kv: Tensor,

@@ -42,17 +42,20 @@ KEYS = {
     "fp32": _FP32 | {"num_stages": 1},
 }
 GATE_ROWS = 32
-MUCH = 210 << 10  # bytes of shared memory that a program of a large tile takes, at most
+MUCH = 210 << 10  # bytes of shared memory that a program of a large tile takes, at most,
+MOST_CHANNELS = 320  # if K + SHARED + V are no more than these
 
 
-def _tile(sizes: dict[str, dict[str, int]], x: Tensor) -> dict[str, int]:
+def _tile(tiles: dict[str, dict[str, int]], x: Tensor, sizes: dict[str, int]) -> dict[str, int]:
     if x.element_size() == 4:
-        return sizes["fp32"]
+        return tiles["fp32"]
+    if sum(sizes.values()) > MOST_CHANNELS:
+        return tiles["small"]
     if x.device.type == "cuda":
         card = torch.cuda.get_device_properties(x.device)
         if getattr(card, "shared_memory_per_block_optin", 0) < MUCH:
-            return sizes["small"]
-    return sizes["large"]
+            return tiles["small"]
+    return tiles["large"]
 
 
 def _precision(x: Tensor) -> str:
@@ -107,7 +110,7 @@ def _gated_mla(
     (Tq, H, _), sizes = q.shape, _sizes(q, kv, shared)
     K, S, V = sizes.values()
     hopper = _on_hopper("forward", q, sizes)
-    tile = FORWARD_HOPPER if hopper else _tile(FORWARD, q)
+    tile = FORWARD_HOPPER if hopper else _tile(FORWARD, q, sizes)
     y = q.new_empty(Tq, H, V)
     o = q.new_empty(y.shape if keep else 0, dtype=torch.float32)
     lse = q.new_empty((H, Tq) if keep else 0, dtype=torch.float32)
@@ -201,7 +204,7 @@ def _gated_mla_backward(
     fixed = sizes | {"PRECISION": _precision(q)}
 
     hopper = _on_hopper("keys", q, sizes)
-    tile = KEYS_HOPPER if hopper else _tile(KEYS, q)
+    tile = KEYS_HOPPER if hopper else _tile(KEYS, q, sizes)
     table = order_blocks(cu_seqlens_k, Tk, tile["KEYS"])
     if hopper:
         from openk3.ops.attention.kernels.backward_hopper import boxes, key_backward_hopper
@@ -219,7 +222,7 @@ def _gated_mla_backward(
             *factors, kv.stride(0), kv.stride(1), shared.stride(0), Tq, H, **fixed, **tile,
         )  # fmt: skip
     hopper = _on_hopper("queries", q, sizes)
-    tile = QUERIES_HOPPER if hopper else _tile(QUERIES, q)
+    tile = QUERIES_HOPPER if hopper else _tile(QUERIES, q, sizes)
     table = order_blocks(cu_seqlens_q, Tq, tile["ROWS"])
     if hopper:
         from openk3.ops.attention.kernels.backward_hopper import boxes, query_backward_hopper
