@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from openk3.ops.attention.kernels.backward import gate_backward, key_backward, query_backward
 from openk3.ops.attention.kernels.blocks import order_blocks
 from openk3.ops.attention.kernels.forward import attention_forward
+from openk3.ops.kernel_operator import kernel_operator
 
 Tensor = torch.Tensor
 
@@ -91,7 +92,7 @@ def _sizes(q: Tensor, kv: Tensor, shared: Tensor) -> dict[str, int]:
     return {"K": K, "SHARED": shared.shape[1], "V": kv.shape[2] - K}
 
 
-@torch.library.custom_op("openk3::gated_mla", mutates_args=())
+@kernel_operator("openk3::gated_mla")
 def _gated_mla(
     q: Tensor,
     kv: Tensor,
@@ -168,7 +169,7 @@ def _(
     return q.new_empty(Tq, H, V), fp32(H) if return_max_logit else fp32(0), *kept
 
 
-@torch.library.custom_op("openk3::gated_mla_backward", mutates_args=())
+@kernel_operator("openk3::gated_mla_backward")
 def _gated_mla_backward(
     q: Tensor,
     kv: Tensor,
