@@ -1,0 +1,1 @@
+"""GPU kernels of attention. Only their operators import them: they need Triton."""
