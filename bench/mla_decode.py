@@ -200,38 +200,39 @@ def table(limits: Ceilings) -> list[dict[str, object]]:
 
 
 def try_variants(limits: Ceilings) -> None:
-    """Parts and tiles of each kernel."""
+    """Both kernels over sizes of parts, the plain one over tiles too."""
     from openk3.ops.attention.kernels import paged_operator as operator
 
-    kept = operator.launch
     cases = [
-        ("32 x 64k, 96 heads", draw([65536] * 32), (64, 32)),
-        ("64 x 2k, 8 heads", draw([2048] * 64, H=8, R=256), (16,)),
-        ("1 x 2k, 8 heads", draw([2048], H=8, R=256), (16,)),
+        ("32 x 64k, 96 heads", draw([65536] * 32), (2048, 4096, 8192), (64, 32)),
+        ("64 x 2k, 8 heads", draw([2048] * 64, H=8, R=256), (128, 256, 512), (16,)),
+        ("1 x 2k, 8 heads", draw([2048], H=8, R=256), (64, 128, 256), (16,)),
     ]
-    for name, case, row_choices in cases:
+    launch, heads = operator.launch, operator.HOPPER_HEADS
+
+    def show(label: str, case: Case, split: int | None) -> None:
         floor = limits.floor(*work(case))
-        splits = (2048, 4096, 8192) if case.max_length > 4096 else (64, 128, 256, 512)
-        tried = [
+        for time in timed(
+            label, lambda: case.ours(split=split), lambda call: milliseconds(call, 2, 15)
+        ).values():
+            print(f"{label}: {time:.4f} ms, {time / floor:.2f} of the floor", flush=True)
+
+    for name, case, splits, row_choices in cases:
+        for kernel, least in (("Hopper", 1), ("plain", 1000)):
+            operator.HOPPER_HEADS = least
+            for split in (None, *splits):
+                show(f"{name}, {kernel}, split {split}", case, split)
+        for choice in (
             operator.Launch(rows, tokens, warps, stages)
             for rows in row_choices
-            for tokens in (32, 64, 128)
+            for tokens in (32, 64)
             for warps in (4, 8)
             for stages in (2, 3)
-        ]
-        for choice in tried:
+            if (tokens, stages) != (64, 3) or case.cache.shape[2] < 576
+        ):
             operator.launch = lambda *_, choice=choice: choice  # type: ignore[misc]
-            for split in splits[1:2]:
-                label = f"plain, {name}: {choice}, split {split}"
-                call = lambda case=case, split=split: case.ours(split=split)  # type: ignore[misc]  # noqa: E731
-                for time in timed(label, call, lambda call: milliseconds(call, 2, 15)).values():
-                    print(f"{label}: {time:.4f} ms, {time / floor:.2f} of the floor", flush=True)
-        operator.launch = kept
-        for split in splits:
-            label = f"by default, {name}: split {split}"
-            call = lambda case=case, split=split: case.ours(split=split)  # type: ignore[misc]  # noqa: E731
-            for time in timed(label, call, lambda call: milliseconds(call, 2, 15)).values():
-                print(f"{label}: {time:.4f} ms, {time / floor:.2f} of the floor", flush=True)
+            show(f"{name}, plain, {choice}, split {splits[1]}", case, splits[1])
+        operator.launch, operator.HOPPER_HEADS = launch, heads
 
 
 def main() -> int:

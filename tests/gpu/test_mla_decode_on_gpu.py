@@ -71,7 +71,7 @@ def test_other_dtypes(dtype):
     check(case, limit=1e-5 if dtype == torch.float32 else 2e-3)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     lengths=st.lists(st.integers(0, 1500), min_size=1, max_size=5),
     W=st.integers(1, 8),

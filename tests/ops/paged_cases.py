@@ -93,12 +93,11 @@ def expanded(case: Case) -> tuple[Tensor, Tensor]:
         for h in range(H):
             k = torch.cat([latents[:, :R] @ case.key[h].T, latents[:, R:]], 1)
             v = latents[:, :R] @ case.value[h]
-            for w in range(W):
-                seen = length - W + 1 + w
-                if seen > 0:
-                    logits = case.scale * (k[:seen] @ case.q[n, w, h])
-                    lse[n, w, h] = logits.logsumexp(0)
-                    out[n, w, h] = logits.softmax(0) @ v[:seen]
+            seen = length - W + 1 + torch.arange(W, device=at.device)[:, None]
+            logits = (case.scale * case.q[n, :, h] @ k.T).masked_fill(at >= seen, -math.inf)
+            lse[n, :, h] = logits.logsumexp(-1)
+            weights = torch.where(seen > 0, logits, 0.0).softmax(-1) * (seen > 0)
+            out[n, :, h] = weights @ v
     assert nope + case.q_shared.shape[3] == case.q.shape[3]
     return out, lse
 

@@ -18,7 +18,12 @@ __all__ = ["mla_append", "mla_decode"]
 LONGEST_WINDOW = 8
 TILE = 64  # cached tokens; splits are whole tiles
 KERNELS = tuple(
-    Kernel(function, takes=takes, checked_on=NOWHERE)
+    Kernel(
+        function,
+        takes=takes,
+        checked_on=NOWHERE,
+        compiles_for=("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"),
+    )
     for function, takes in (
         (
             "mla_decode",

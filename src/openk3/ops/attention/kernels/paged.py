@@ -14,7 +14,7 @@ import triton.language as tl
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["max_length", "queries"])
+@triton.jit(do_not_specialize=["max_length", "queries", "W", "H", "SPLIT"])
 def attend_part(
     q_latent,  # [N W, H, R]
     q_shared,  # [N W, H, S]
@@ -31,12 +31,12 @@ def attend_part(
     stride_st: tl.int64,
     stride_sh: tl.int64,
     stride_table: tl.int64,
-    W: tl.constexpr,
-    H: tl.constexpr,
+    W,
+    H,
+    SPLIT,
     R: tl.constexpr,
     S: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLIT: tl.constexpr,
     ONE_PART: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -97,7 +97,7 @@ def attend_part(
     tl.store(lse + place, sums, mask=inside)
 
 
-@triton.jit(do_not_specialize=["max_length", "queries"])
+@triton.jit(do_not_specialize=["max_length", "queries", "W", "H", "SPLIT"])
 def mix_parts(
     part_out,  # [parts, N W H, R] fp32
     part_lse,  # [parts, N W H], base 2
@@ -106,10 +106,10 @@ def mix_parts(
     lse,  # [N W H], natural
     max_length,
     queries,
-    W: tl.constexpr,
-    H: tl.constexpr,
+    W,
+    H,
+    SPLIT,
     R: tl.constexpr,
-    SPLIT: tl.constexpr,
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):

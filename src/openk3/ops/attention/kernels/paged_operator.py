@@ -15,9 +15,11 @@ Tensor = torch.Tensor
 
 TILE = 64
 MIX = {"PARTS": 16, "COLUMNS": 128, "num_warps": 4}
-# Parts a processor, and the tokens of a part: fewer cost launches, more are not worth a mix of their own.
-PARTS_PER_PROCESSOR = 4
+# Programs a processor, so that the last ones to end do not leave it idle for long; and tokens of a part:
+# fewer are not worth the mixing, more would gain nothing.
+PROGRAMS_PER_PROCESSOR = 8
 SMALLEST_PART, LARGEST_PART = 128, 8192
+HOPPER_HEADS = 17  # from so many on; fewer leave its products idle, and smaller programs hide more latency
 
 
 class Launch(NamedTuple):
@@ -33,14 +35,13 @@ def _power_of_two(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-def rows_of(H: int) -> int:
-    """By heads alone: a longer window takes more programs, so that no query's sums depend on it."""
-    return min(max(_power_of_two(H), 16), 64)
+def launch(H: int, width: int, item_size: int, kilobytes: int, generation: int) -> Launch:
+    """The most tokens at a time, of which two tiles fit beside the queries; cached rows of `width` elements.
 
-
-def launch(H: int, width: int, item_size: int, kilobytes: int) -> Launch:
-    """The most tokens at a time, of which two tiles fit beside the queries; rows of `width` elements."""
-    rows = rows_of(H)
+    By heads alone: a longer window takes more programs, so that no query's sums depend on it.
+    """
+    # On sm_100, 64 rows of a mix would fill the tensor memory and go through shared memory.
+    rows = min(max(_power_of_two(H), 16), 32 if generation == 10 else 64)
     if item_size == 4:  # products by fused multiply-add: larger tiles do not fit in registers
         kilobytes = min(kilobytes, 99)
     while True:
@@ -54,18 +55,42 @@ def launch(H: int, width: int, item_size: int, kilobytes: int) -> Launch:
 
 def split_for(N: int, tiles: int, max_length: int, processors: int) -> int:
     """Tokens of a part that keep the device busy; a power of two, so that few lengths compile anew."""
-    parts = max(1, PARTS_PER_PROCESSOR * processors // max(1, N * tiles))
+    parts = max(1, PROGRAMS_PER_PROCESSOR * processors // max(1, N * tiles))
     tokens = _power_of_two(math.ceil(max_length / parts))
     return min(max(tokens, SMALLEST_PART), LARGEST_PART)
 
 
-def card(x: Tensor) -> tuple[int, int]:
-    """Processors, and KB of shared memory that a program may have; an H200's off CUDA."""
+class Card(NamedTuple):
+    processors: int
+    kilobytes: int  # of shared memory that a program may have
+    capability: tuple[int, int]
+
+
+def card(x: Tensor) -> Card:
+    """What x lies on; off CUDA, as many processors and as much memory as an H200 has."""
     if not x.is_cuda:
-        return 132, 227
+        return Card(132, 227, (0, 0))
     properties = torch.cuda.get_device_properties(x.device)
     most = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return properties.multi_processor_count, int(most) // 1024
+    capability = torch.cuda.get_device_capability(x.device)
+    return Card(properties.multi_processor_count, int(most) // 1024, capability)
+
+
+def hopper_fits(q_latent: Tensor, q_shared: Tensor, capability: tuple[int, int]) -> bool:
+    """Whether the kernel in Hopper's layouts takes such queries."""
+    H, R = q_latent.shape[2:]
+    fits = R in (256, 512) and q_shared.shape[3] == 64 and H >= HOPPER_HEADS
+    return fits and q_latent.dtype == torch.bfloat16 and capability == (9, 0)
+
+
+def hopper_tiles(queries: int) -> tuple[int, int]:
+    """Programs of 64 queries of a window, the last of them of 16, 32 or 64."""
+    tiles = triton.cdiv(queries, 64)
+    return tiles, min(max(_power_of_two(queries - 64 * (tiles - 1)), 16), 64)
+
+
+def aligned(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
 
 
 def with_rows(x: Tensor) -> Tensor:
@@ -89,31 +114,64 @@ def _decode(
     queries = N * W * H
     out = q_latent.new_empty(N, W, H, R)
     lse = q_latent.new_empty(N, W, H, dtype=torch.float32)
-    if not queries:
-        return out, lse
-    processors, kilobytes = card(q_latent)
-    chosen = launch(H, R + S, cache.element_size(), kilobytes)
-    tiles = triton.cdiv(W * H, chosen.ROWS)
-    split = split or split_for(N, tiles, max_length, processors)
-    parts = max(1, triton.cdiv(max_length, split))
+    if not queries or not max_length:
+        return out.zero_(), lse.fill_(-math.inf)
+    here = card(q_latent)
+    hopper = hopper_fits(q_latent, q_shared, here.capability)
+    chosen = launch(H, R + S, cache.element_size(), here.kilobytes, here.capability[0])
+    tiles, last = hopper_tiles(W * H) if hopper else (triton.cdiv(W * H, chosen.ROWS), 0)
+    split = split or split_for(N, tiles, max_length, here.processors)
+    parts = triton.cdiv(max_length, split)
     to, to_lse = out, lse
     if parts > 1:
         to = q_latent.new_empty(parts, queries, R, dtype=torch.float32)
         to_lse = q_latent.new_empty(parts, queries, dtype=torch.float32)
     latent, shared = with_rows(q_latent), with_rows(q_shared)
+    if hopper:  # copies 16 bytes at a time
+        latent, shared = (x if aligned(x) else x.contiguous() for x in (latent, shared))
     table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     lengths = lengths.contiguous()
-    attend_part[(tiles, N, parts)](
-        latent, shared, cache, table, lengths, to, to_lse, scale * math.log2(math.e), max_length, queries,
-        latent.stride(0), latent.stride(1), shared.stride(0), shared.stride(1), table.stride(0),
-        W=W, H=H, R=R, S=S, PAGE=page_size, SPLIT=split, ONE_PART=parts == 1,
-        PRECISION="ieee" if cache.dtype == torch.float32 else "tf32", **chosen._asdict(),
-    )  # fmt: skip
+    read = table, lengths, to, to_lse, scale * math.log2(math.e), max_length, queries
+    strides = *latent.stride()[:2], *shared.stride()[:2], table.stride(0)
+    sizes = {"R": R, "PAGE": page_size, "ONE_PART": parts == 1}
+    if hopper:
+        from openk3.ops.attention.kernels.paged_hopper import attend_part_hopper, boxes
+
+        attend_part_hopper[(tiles, N, parts)](
+            latent,
+            shared,
+            *boxes(cache),
+            *read,
+            *strides,
+            W,
+            H,
+            split,
+            **sizes,
+            SEVERAL=tiles > 1,
+            LAST=last,
+            num_warps=8,
+        )
+    else:
+        precision = "ieee" if cache.dtype == torch.float32 else "tf32"
+        attend_part[(tiles, N, parts)](
+            latent,
+            shared,
+            cache,
+            *read,
+            *strides,
+            W,
+            H,
+            split,
+            **sizes,
+            S=S,
+            PRECISION=precision,
+            **chosen._asdict(),
+        )
     if parts > 1:
         columns = min(MIX["COLUMNS"], R)
         mix_parts[(queries, R // columns)](
-            to, to_lse, lengths, out, lse, max_length, queries,
-            W=W, H=H, R=R, SPLIT=split, **MIX | {"COLUMNS": columns},
+            to, to_lse, lengths, out, lse, max_length, queries, W, H, split,
+            R=R, **MIX | {"COLUMNS": columns},
         )  # fmt: skip
     return out, lse
 
