@@ -6,8 +6,9 @@
 Floors are bytes or FLOPs, whichever take longer: each cached latent read once, queries read and mixes
 written once; 2 (2 R + S) FLOPs for each query head and token. Peers get what makes them fastest, a cache
 without pages and sequences of one length, and absorbed queries like ours: "torch bmm" multiplies, takes the
-softmax and multiplies again; "sdpa" is torch's attention with one key head for all. Long contexts are medians
-by CUDA events with the L2 cache flushed, short ones medians in CUDA graphs over rotating caches.
+softmax and multiplies again; "sdpa" is torch's attention with one key head for all. In a window they mask
+nothing. Long contexts are medians by CUDA events with the L2 cache flushed, short ones medians in CUDA graphs
+over rotating caches.
 """
 
 from __future__ import annotations

@@ -191,6 +191,18 @@ def test_lengths_and_tables_are_not_read_on_the_host():
         assert mixed.shape == case.q_latent.shape and lse.shape == (2, 2, 2)
 
 
+@pytest.mark.skipif(triton_problem("cpu") is not None, reason="needs Triton")
+def test_programs_in_hopper_layouts_cover_a_window_with_little_to_spare():
+    from openk3.ops.attention.kernels.paged_operator import hopper_tiles
+
+    assert hopper_tiles(96) == (2, 32) and hopper_tiles(128) == (2, 64) and hopper_tiles(8) == (1, 16)
+    for queries in range(1, 8 * 128 + 1):
+        tiles, last = hopper_tiles(queries)
+        left = queries - 64 * (tiles - 1)
+        assert 0 < left <= last in (16, 32, 64)
+        assert last == 16 or left > last // 2
+
+
 def test_inputs_that_do_not_fit_are_refused():
     case = draw([20, 70], W=2)
     latent, shared, cache, table, lengths = case.inputs
@@ -228,3 +240,19 @@ def test_a_kernel_that_does_not_take_the_inputs_says_so(options, problem):
     with pytest.raises(KernelUnavailable, match=problem):
         mla_decode(*case.inputs, scale=0.1, implementation="triton")
     check(case, "eager", limit=FP32)
+
+
+def test_the_eager_form_has_gradients_and_the_kernel_says_that_it_has_none():
+    case = draw([20, 5], W=2, dtype=torch.float64)
+    leaves = [case.q_latent.requires_grad_(), case.q_shared.requires_grad_()]
+    mixes = [
+        mla_decode(*case.inputs, scale=case.scale, implementation=name)[0] for name in ("eager", "reference")
+    ]
+    d_mixed = torch.randn_like(mixes[0])
+    found, expected = (torch.autograd.grad(mixed, leaves, d_mixed) for mixed in mixes)
+    for mine, oracle in zip(found, expected, strict=True):
+        assert relative_error(mine, oracle) < 1e-12
+    case = draw([20])
+    case.q_latent.requires_grad_()
+    with pytest.raises(KernelUnavailable, match="no gradient"):
+        mla_decode(*case.inputs, scale=0.1, implementation="triton")

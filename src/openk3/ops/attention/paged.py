@@ -68,8 +68,8 @@ def mla_decode(
             contiguous. What lies beyond a length is never used, whatever it is.
         block_table: int32 `[N, max_pages]`: tokens [i page_size, (i + 1) page_size) of sequence n lie in page
             block_table[n, i]. Entries past a length are not followed; others are not checked.
-        lengths: int32 `[N]`, the window included. Those beyond the table or `max_length` are not checked and
-            give a wrong result, not a wrong access.
+        lengths: int32 `[N]`, the window included. Those beyond the table or `max_length` are not checked:
+            they give a wrong result, not a wrong access.
         scale: factor of the logits, (key head size before absorption)**-0.5.
         max_length: no sequence is longer; by default what the table can hold.
         split: tokens, a multiple of 64, for results that do not depend on the batch. By default it follows
@@ -79,8 +79,8 @@ def mla_decode(
 
     Returns:
         mixed `[N, W, H, R]` in q's dtype, contiguous: computed in fp32 and rounded once, since the projection
-        that reads it takes that dtype. lse `[N, W, H]` in at least fp32, -inf where nothing is seen (None
-        unless asked for). Kernels have no gradient.
+        that reads it takes that dtype. lse `[N, W, H]` in at least fp32, -inf where nothing is seen, without
+        gradient (None unless asked for). Kernels give no gradient to anything.
 
     Raises:
         InvalidInput: shapes, dtypes, devices or strides do not fit.

@@ -33,10 +33,11 @@ def mla_decode(
         # Zeros past the end: what lies there may be no number.
         keys = widen(cache[table[n]].view(-1, D)).where((token < length)[:, None], 0.0)
         query = widen(torch.cat([q_latent[n], q_shared[n]], -1))
-        logits = (scale * (query @ keys.mT)).masked_fill(token >= length - W + 1 + window, -math.inf)
-        lse[n] = logits.logsumexp(-1)
-        weights = torch.exp(logits - lse[n].nan_to_num(neginf=0.0)[..., None])
-        mixed[n] = weights @ keys[:, :R]
+        seen = length - W + 1 + window
+        logits = (scale * (query @ keys.mT)).masked_fill(token >= seen, -math.inf)
+        lse[n] = logits.detach().logsumexp(-1)
+        # Nothing to see would be 0/0.
+        mixed[n] = (torch.where(seen > 0, logits, 0.0).softmax(-1) * (seen > 0)) @ keys[:, :R]
     return mixed.to(q_latent.dtype), lse
 
 

@@ -79,32 +79,31 @@ def mix_layout(n):
 
 
 @gluon.jit
-def _rows(table, t, end, PAGE: gl.constexpr):
-    """Rows of the cache at which the pages of tile t begin; of tokens that there are where it is past the
-    end."""
-    rows = ()
+def _pages(table, t, end, PAGE: gl.constexpr):
+    """Pages of the tile at t; past the end, pages that there are."""
+    pages = ()
     t = gl.where(t < end, t, 0)
     for i in gl.static_range(TOKENS // PAGE if PAGE < TOKENS else 1):
         token = t + i * PAGE
         token = gl.where(token < end, token, t)
-        rows = rows + (gl.load(table + token // PAGE) * PAGE + token % PAGE,)  # type: ignore[assignment]  # noqa: RUF005
-    return rows
+        pages = pages + (gl.load(table + token // PAGE),)  # type: ignore[assignment]  # noqa: RUF005
+    return pages
 
 
 @gluon.jit
-def _fetch(cells, rows, column, buffer, ready, COLUMNS: gl.constexpr, PAGE: gl.constexpr, wanted):
-    """Starts the copy of COLUMNS of a tile to `buffer` `[64, COLUMNS]`; boxes are as in `boxes`."""
+def _fetch(cells, pages, t, column, buffer, ready, COLUMNS: gl.constexpr, PAGE: gl.constexpr, wanted):
+    """Starts the copy of COLUMNS of the tile at t to `buffer` `[64, COLUMNS]`; boxes are as in `boxes`."""
     mbarrier.expect(ready, TOKENS * COLUMNS * 2, pred=wanted)
     if PAGE >= TOKENS:
-        tma.async_copy_global_to_shared(cells, [rows[0], column], ready, buffer, pred=wanted)
+        row = pages[0] * PAGE + t % PAGE
+        tma.async_copy_global_to_shared(cells, [row, column], ready, buffer, pred=wanted)
     else:
         halves = buffer._reinterpret(gl.bfloat16, [COLUMNS // 64, TOKENS, 64], WIDE)
         for half in gl.static_range(COLUMNS // 64):
             for i in gl.static_range(TOKENS // PAGE):
                 part = halves.index(half).slice(i * PAGE, PAGE)
-                tma.async_copy_global_to_shared(
-                    cells, [rows[i], column + 64 * half], ready, part, pred=wanted
-                )
+                place = [pages[i] * PAGE, column + 64 * half]
+                tma.async_copy_global_to_shared(cells, place, ready, part, pred=wanted)
 
 
 @gluon.jit
@@ -178,12 +177,12 @@ def _attend(arguments, R: gl.constexpr, PAGE: gl.constexpr, ONE_PART: gl.constex
     table = block_table + n * stride_table
     for s in gl.static_range(2):
         t = start + s * TOKENS
-        rows = _rows(table, t, end, PAGE)
-        _fetch(shared_dims, rows, R, shared.index(s), shared_ready.index(s), 64, PAGE, t < end)
+        pages = _pages(table, t, end, PAGE)
+        _fetch(shared_dims, pages, t, R, shared.index(s), shared_ready.index(s), 64, PAGE, t < end)
         for b in gl.static_range(BLOCKS):
             slot = s * BLOCKS + b
-            _fetch(latents, rows, b * BLOCK, ring.index(slot), ready.index(slot), BLOCK, PAGE, t < end)
-    rows = _rows(table, start + 2 * TOKENS, end, PAGE)
+            _fetch(latents, pages, t, b * BLOCK, ring.index(slot), ready.index(slot), BLOCK, PAGE, t < end)
+    pages = _pages(table, start + 2 * TOKENS, end, PAGE)
     _copy_queries(q_latent, stride_lt, stride_lh, n, first, W, H, query, 0, R, N)
     _copy_queries(q_shared, stride_st, stride_sh, n, first, W, H, query, R // 64, 64, N)
     async_copy.commit_group()
@@ -209,8 +208,18 @@ def _attend(arguments, R: gl.constexpr, PAGE: gl.constexpr, ONE_PART: gl.constex
         more = t + TOKENS < end
         following = _start_logits(zero, query, shared, shared_ready, tile + 1, BLOCKS, more)
         following = _add_logits(following, query, ring, ready, tile + 1, 0, BLOCKS // 2, BLOCKS, more)
-        _fetch(shared_dims, rows, R, shared.index(half), shared_ready.index(half), 64, PAGE, ahead)
-        later_rows = _rows(table, t + 3 * TOKENS, end, PAGE)
+        _fetch(
+            shared_dims,
+            pages,
+            t + 2 * TOKENS,
+            R,
+            shared.index(half),
+            shared_ready.index(half),
+            64,
+            PAGE,
+            ahead,
+        )
+        later_pages = _pages(table, t + 3 * TOKENS, end, PAGE)
 
         S *= scale
         if t + TOKENS > least:
@@ -255,8 +264,18 @@ def _attend(arguments, R: gl.constexpr, PAGE: gl.constexpr, ONE_PART: gl.constex
             O = O + (warpgroup_mma_wait(BLOCKS - 1 - b, deps=(mixing[b],)),)  # type: ignore[assignment]  # noqa: RUF005, E741
             gl.thread_barrier()  # all are done with the block
             slot = half * BLOCKS + b
-            _fetch(latents, rows, b * BLOCK, ring.index(slot), ready.index(slot), BLOCK, PAGE, ahead)
-        rows = later_rows
+            _fetch(
+                latents,
+                pages,
+                t + 2 * TOKENS,
+                b * BLOCK,
+                ring.index(slot),
+                ready.index(slot),
+                BLOCK,
+                PAGE,
+                ahead,
+            )
+        pages = later_pages
 
     sums = gl.sum(gl.sum(total, 0), 0)
     sums = gl.convert_layout(sums, COLUMN)
