@@ -58,6 +58,14 @@ def test_the_kernels_agree_with_float64(shape, W, split):
     check(case, split=split)
 
 
+@pytest.mark.parametrize("shape", [K3, R1])
+@pytest.mark.parametrize("least", [1, 1000], ids=["Hopper", "plain"])
+def test_either_kernel_agrees_with_float64(monkeypatch, shape, least):
+    """Whichever is chosen by default."""
+    monkeypatch.setattr("openk3.ops.attention.kernels.paged_operator.HOPPER_HEADS", least)
+    check(draw([300, 0, 64, 1027], W=2, dtype=torch.bfloat16, device="cuda", **shape), split=128)
+
+
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193])
 def test_ends_at_and_beside_borders_of_pages_and_tiles(page_size, length):
