@@ -114,6 +114,10 @@ def compile_for(
             _launch_gated_mla(8192, 96, dtype)
         label = "of the cross-entropy bf16"
         _launch_cross_entropy(torch.bfloat16)
+        for dtype in dtypes:
+            for H, R in ((96, 512), (8, 256)):
+                label = f"H={H} R={R} {'bf16' if dtype == torch.bfloat16 else 'fp32'}"
+                _launch_mla_decode(H, R, dtype)
         for K in head_sizes:
             for dtype in dtypes:
                 label = f"K={K} {'bf16' if dtype == torch.bfloat16 else 'fp32'}"
@@ -270,6 +274,18 @@ def _launch_cross_entropy(dtype: torch.dtype) -> None:
         kernels._softmax_rows[(8192,)](
             logits, targets, losses, logits, 163840, WITH_GRADIENT=with_gradient, **kernels.ROWS
         )
+
+
+def _launch_mla_decode(H: int, R: int, dtype: torch.dtype) -> None:
+    from openk3.ops.attention.kernels import paged_operator as operator
+
+    N, pages, lengths = 4, 1024, _empty(4, dtype=torch.int32)
+    cache, tables = _empty(pages, 64, R + 64, dtype=dtype), _empty(N, pages, dtype=torch.int32)
+    for W in (1, 4):
+        queries = _empty(N, W, H, R, dtype=dtype), _empty(N, W, H, 64, dtype=dtype)
+        for split in (4096, 65536):
+            operator._decode._init_fn(*queries, cache, tables, lengths, 0.1, 65536, split)
+    operator._append._init_fn(cache.view(-1, R + 64), cache, _empty(pages * 64, dtype=torch.int64))
 
 
 def main() -> int:

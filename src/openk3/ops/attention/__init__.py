@@ -11,12 +11,17 @@ from __future__ import annotations
 import torch
 
 from openk3.errors import InvalidInput
-from openk3.ops.attention.gated import KERNELS, gated_mla
+from openk3.ops.attention.gated import KERNELS as GATED_KERNELS
+from openk3.ops.attention.gated import gated_mla
+from openk3.ops.attention.paged import KERNELS as PAGED_KERNELS
+from openk3.ops.attention.paged import mla_append, mla_decode
 from openk3.ops.dispatch import Implementation, choose
 from openk3.ops.packed import sequence_bounds
 from openk3.ops.precision import own_dtypes
 
-__all__ = ["KERNELS", "attention", "gated_mla"]
+__all__ = ["KERNELS", "attention", "gated_mla", "mla_append", "mla_decode"]
+
+KERNELS = (*GATED_KERNELS, *PAGED_KERNELS)
 
 
 @own_dtypes
