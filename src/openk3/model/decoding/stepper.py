@@ -1,0 +1,192 @@
+"""Many sequences continued token by token: the layers' wiring once more, for one token of each.
+
+For a token the products are small, and what `K3.forward` does around them takes several times as long. Here
+weights are joined once, states lie in slots that are allocated once, nothing asks the host for a value, and on
+a CUDA device a step of n rows is captured once and replayed as a graph. The oracle is `K3.forward`. Knows no
+gradients, no seams, no text and not when a sequence ends.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch.nn import functional as F
+
+from openk3.errors import InvalidInput
+from openk3.model.decoder import K3, DecoderLayer
+from openk3.model.decoding.attention import Kda, Mla
+from openk3.model.decoding.ffn import Dense, Moe
+from openk3.model.decoding.graph import Captured
+from openk3.model.decoding.slots import KdaSlots, MlaSlots, Rows, Slots
+from openk3.model.layers import Linear, RmsNorm
+from openk3.model.mla import MlaAttention
+from openk3.model.protocols import LOCAL
+from openk3.model.state import DecodeState
+from openk3.ops.attnres import attnres_add_mix_norm
+from openk3.ops.dispatch import Implementation
+from openk3.ops.norm import rms_norm
+
+Tensor = torch.Tensor
+
+
+class BatchStepper:
+    """Continues up to `slots` sequences of up to `length` tokens each.
+
+    Weights must not change while it is used: some are kept joined, as copies.
+
+    Args:
+        model: one that `suits`.
+        graphs: capture and replay CUDA graphs; by default where the model lies on a CUDA device.
+        implementation: of every operator in a step; by default each takes the fastest that a card has run.
+
+    Raises:
+        InvalidInput: the model is of another kind, or there is no room for a token.
+    """
+
+    def __init__(
+        self,
+        model: K3,
+        slots: int,
+        length: int,
+        *,
+        graphs: bool | None = None,
+        implementation: Implementation | None = None,
+    ) -> None:
+        if not self.suits(model):
+            raise InvalidInput("BatchStepper: the model must be a K3 with local seams and without hooks")
+        with torch.inference_mode():
+            self._memory = Slots(model.config, slots, length, model.embed_tokens.weight.dtype, model.device)
+            self._layers = [
+                _Layer(layer, memory, implementation)  # type: ignore[arg-type]  # a ModuleList forgets its kind
+                for layer, memory in zip(model.layers, self._memory.layers, strict=True)
+            ]
+            self._embedding, self._head = model.embed_tokens.weight, model.head_weight
+            mix = model.output_attn_res_proj, model.output_attn_res_norm
+            self._read = _Reader(*mix, model.norm, implementation)
+        self._graphs: dict[int, Captured] | None = (
+            {} if (model.device.type == "cuda" if graphs is None else graphs) else None
+        )
+
+    @staticmethod
+    def suits(model: object) -> TypeGuard[K3]:
+        """Whether `model` is one that this can stand for."""
+        return (
+            isinstance(model, K3)
+            and model.seams is LOCAL
+            and model.device.type != "meta"
+            and not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+        )
+
+    @torch.inference_mode()
+    def load(self, slots: list[int], state: DecodeState, lengths: list[int]) -> None:
+        """Put the sequences of `state`, which have seen `lengths` tokens, into `slots`; see `Slots.load`."""
+        self._memory.load(slots, state, lengths)
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
+        """Append a token to each of n sequences.
+
+        Args:
+            tokens: int64 `[n]`, each in `[0, vocab_size)`.
+            slots: int32 `[n]`, whose they are, no slot twice; a row of -1 belongs to no sequence and changes
+                nothing. A sequence of `length` tokens must not be continued; nothing checks that here.
+
+        Returns:
+            Logits `[n, V]` in the model's dtype; those of rows of no sequence mean nothing. In a graph's own
+            memory: the next step of n rows writes over them.
+        """
+        if self._graphs is None:
+            return self._step(tokens, slots)
+        n = len(tokens)
+        if n not in self._graphs:
+            before = next(iter(self._graphs.values()), None)
+            self._graphs[n] = Captured(self._step, n, tokens.device, before)
+        return self._graphs[n](tokens, slots)
+
+    def _step(self, tokens: Tensor, slots: Tensor) -> Tensor:
+        rows = self._memory.rows(slots)
+        stream = _Stream((), F.embedding(tokens, self._embedding), None)
+        for layer in self._layers:
+            stream = layer(stream, rows)
+        hidden, _ = self._read(stream)
+        return F.linear(hidden, self._head)
+
+
+class _Stream(NamedTuple):
+    """`openk3.model.residual.Stream`, whose last addition may be outstanding: it is made on reading.
+
+    bank: rows `[n, d]`. prefix: `[n, d]`, or None while a block has no output yet. output: `[n, d]`, to be
+    added to the prefix.
+    """
+
+    bank: tuple[Tensor, ...]
+    prefix: Tensor | None
+    output: Tensor | None
+
+    def plus(self, output: Tensor) -> _Stream:
+        return _Stream(self.bank, *((output, None) if self.prefix is None else (self.prefix, output)))
+
+
+class _Reader:
+    """What a sublayer reads: the mix of the stream, normed. Also the stream with its addition made."""
+
+    def __init__(
+        self,
+        proj: Linear | None,
+        key_norm: RmsNorm | None,
+        norm: RmsNorm,
+        implementation: Implementation | None,
+    ) -> None:
+        self.norm, self.implementation = norm, implementation
+        self.mix = (
+            None if proj is None or key_norm is None else (proj.weight[0], key_norm.weight, key_norm.eps)
+        )
+
+    def __call__(self, stream: _Stream) -> tuple[Tensor, _Stream]:
+        bank, prefix, output = stream
+        assert prefix is not None
+        norm, chosen = self.norm, self.implementation
+        if self.mix is None or not bank:
+            prefix = prefix if output is None else prefix + output
+            x = rms_norm(prefix, norm.weight, norm.eps, implementation=chosen)
+        else:
+            query, gain, eps = self.mix
+            x, prefix, _ = attnres_add_mix_norm(  # type: ignore[assignment]  # there is a norm
+                bank, prefix, output, query, gain, norm.weight,
+                eps=eps, norm_eps=norm.eps, implementation=chosen,
+            )  # fmt: skip
+        return x, _Stream(bank, prefix, None)
+
+
+class _Layer:
+    """`DecoderLayer`."""
+
+    def __init__(
+        self, layer: DecoderLayer, memory: KdaSlots | MlaSlots, implementation: Implementation | None
+    ) -> None:
+        attention: Kda | Mla
+        if isinstance(layer.self_attn, MlaAttention):
+            assert isinstance(memory, MlaSlots)
+            attention = Mla(layer.self_attn, memory, implementation)
+        else:
+            assert isinstance(memory, KdaSlots)
+            attention = Kda(layer.self_attn, memory, implementation)
+        ffn = (
+            Moe(layer.block_sparse_moe, implementation) if layer.sparse else Dense(layer.mlp, implementation)
+        )
+        before_attention = layer.self_attention_res_proj, layer.self_attention_res_norm, layer.input_layernorm
+        before_ffn = layer.mlp_res_proj, layer.mlp_res_norm, layer.post_attention_layernorm
+        self.sublayers: list[tuple[_Reader, bool, Kda | Mla | Dense | Moe]] = [
+            (_Reader(*before_attention, implementation), layer.opens[0], attention),
+            (_Reader(*before_ffn, implementation), layer.opens[1], ffn),
+        ]
+
+    def __call__(self, stream: _Stream, rows: Rows) -> _Stream:
+        for read, opens, sublayer in self.sublayers:
+            x, stream = read(stream)
+            if opens:
+                assert stream.prefix is not None
+                stream = _Stream((*stream.bank, stream.prefix), None, None)
+            stream = stream.plus(sublayer(sublayer.inputs(x), rows))
+        return stream
