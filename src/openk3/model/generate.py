@@ -6,7 +6,7 @@ It is the oracle of the engine, so it has no batching, no cache policy and no sc
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,9 +14,11 @@ import torch
 
 from openk3.config import ModelConfig
 from openk3.errors import InvalidInput
-from openk3.model.decoder import Output
+from openk3.model.decoder import K3, Output
+from openk3.model.decoding.stepper import BatchStepper
 from openk3.model.state import DecodeState
 from openk3.model.stepper import Stepper
+from openk3.ops.precision import widen
 
 Tensor = torch.Tensor
 
@@ -84,15 +86,11 @@ def generate(
         InvalidInput: the prompt is empty or holds an id outside the vocabulary, or the model's logits are no
             numbers.
     """
-    vocabulary = model.config.vocab_size
-    if not prompt:
-        raise InvalidInput("generate: the prompt has no tokens; start from [BOS] to write freely")
-    if wrong := [t for t in prompt if not 0 <= t < vocabulary]:
-        raise InvalidInput(f"generate: token {wrong[0]} is outside the model's vocabulary of {vocabulary}")
+    check_prompt(prompt, model.config.vocab_size)
     generator = torch.Generator().manual_seed(sampling.seed)
     with torch.inference_mode():
         logits, state = _forward(model, prompt, None)
-        continued: Stepper | _Plain = Stepper(model, state) if Stepper.suits(model) else _Plain(model, state)
+        continued = _continued(model, state, len(prompt), max_new_tokens)
     for left in reversed(range(max_new_tokens)):
         if allowed is not None:
             logits = logits.masked_fill(~allowed, float("-inf"))
@@ -103,6 +101,28 @@ def generate(
         if left:
             with torch.inference_mode():
                 logits = continued(chosen)
+
+
+def _continued(model: LanguageModel, state: DecodeState, length: int, more: int) -> Callable[[int], Tensor]:
+    """What takes a token and gives logits `[V]` after it, on the CPU: the fastest for the model."""
+    if Stepper.suits(model):
+        return Stepper(model, state)
+    if model.device.type == "cuda" and BatchStepper.suits(model):
+        return _OneRow(model, state, length, more)
+    return _Plain(model, state)
+
+
+class _OneRow:
+    """`BatchStepper` with one slot."""
+
+    def __init__(self, model: K3, state: DecodeState, length: int, more: int) -> None:
+        self._step = BatchStepper(model, 1, length + more)
+        self._step.load([0], state, [length])
+        self._slot = torch.zeros(1, dtype=torch.int32, device=model.device)
+
+    def __call__(self, token: int) -> Tensor:
+        logits = self._step(torch.tensor([token], device=self._slot.device), self._slot)
+        return widen(logits[0].cpu())
 
 
 class _Plain:
@@ -127,6 +147,18 @@ def _forward(
     return model.logits(out.hidden[-1:])[0].cpu(), out.state
 
 
+def check_prompt(prompt: list[int], vocabulary: int) -> None:
+    """Whether text can be continued from these tokens.
+
+    Raises:
+        InvalidInput: there are none, or one is outside the vocabulary.
+    """
+    if not prompt:
+        raise InvalidInput("generate: the prompt has no tokens; start from [BOS] to write freely")
+    if wrong := [t for t in prompt if not 0 <= t < vocabulary]:
+        raise InvalidInput(f"generate: token {wrong[0]} is outside the model's vocabulary of {vocabulary}")
+
+
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """One token from `logits` `[V]`.
 
@@ -135,10 +167,10 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """
     if sampling.temperature == 0:
         best = int(logits.argmax())
-        _check_largest(float(logits[best]))
+        check_largest(float(logits[best]))
         return best
     ordered, ids = torch.sort(logits.double(), descending=True, stable=True)
-    _check_largest(float(ordered[0]))
+    check_largest(float(ordered[0]))
     # Counted from the largest, so that no temperature, however small, makes an infinity of it.
     probabilities = torch.softmax((ordered - ordered[0]) / sampling.temperature, dim=0)
     kept = probabilities.cumsum(0) - probabilities < sampling.top_p  # the most likely token always stays
@@ -148,7 +180,12 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     return int(ids[index])
 
 
-def _check_largest(logit: float) -> None:
+def check_largest(logit: float) -> None:
+    """Whether the largest logit is one that a token can be drawn by.
+
+    Raises:
+        InvalidInput: it is not finite.
+    """
     if not math.isfinite(logit):
         raise InvalidInput(
             f"generate: the model's largest logit is {logit}: its weights are damaged, or training diverged"

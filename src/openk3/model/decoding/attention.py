@@ -89,7 +89,7 @@ class Mla:
         to_keys, self.to_values = expand[:, : self.nope].mT, expand[:, self.nope :].mT.contiguous()
         direct = c.q_lora_rank is None
         self.q_norm = None if direct else layer.q_a_layernorm
-        last = (layer.q_proj if direct else layer.q_b_proj).weight
+        last: Tensor = (layer.q_proj if direct else layer.q_b_proj).weight
         per_head = last.view(c.num_heads, c.qk_head_dim, -1)
         content = fold(to_keys, per_head[:, : self.nope])  # [H, r, d]
         self.to_keys = None if content is not None else to_keys.mT.contiguous()

@@ -27,7 +27,7 @@ class Captured:
     ) -> None:
         self._tokens = torch.zeros(n, dtype=torch.int64, device=device)
         self._slots = torch.full((n,), -1, dtype=torch.int32, device=device)
-        side = torch.cuda.Stream(device)
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):  # compiles kernels and lets libraries allocate what they keep
             for _ in range(2):

@@ -45,7 +45,9 @@ class Projections:
     def __call__(self, x: Tensor) -> list[Tensor]:
         outputs = []
         if self.joined is not None:
-            outputs = [out.contiguous() for out in F.linear(x, self.joined).split(self.widths, 1)]
+            outputs = [
+                out.contiguous() for out in torch.split_with_sizes(F.linear(x, self.joined), self.widths, 1)
+            ]
         if self.precise is not None:
             outputs.append(F.linear(x.to(self.precise.dtype), self.precise))
         return [*outputs, x] if self.keep else outputs

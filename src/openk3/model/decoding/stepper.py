@@ -1,9 +1,9 @@
 """Many sequences continued token by token: the layers' wiring once more, for one token of each.
 
 For a token the products are small, and what `K3.forward` does around them takes several times as long. Here
-weights are joined once, states lie in slots that are allocated once, nothing asks the host for a value, and on
-a CUDA device a step of n rows is captured once and replayed as a graph. The oracle is `K3.forward`. Knows no
-gradients, no seams, no text and not when a sequence ends.
+weights are joined once, states lie in slots that are allocated once, nothing asks the host for a value, and
+on a CUDA device a step of n rows is captured once and replayed as a graph. The oracle is `K3.forward`. Knows
+no gradients, no seams, no text and not when a sequence ends.
 """
 
 from __future__ import annotations
