@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from openk3.model.decoding.projections import Projections, fold
+from openk3.model.decoding.projections import fold
 from openk3.model.decoding.slots import KdaSlots, MlaSlots, Rows
 from openk3.model.kda import KdaAttention
 from openk3.model.mla import MlaAttention
+from openk3.ops.decoding import Joined, append_latents, products_into
 from openk3.ops.dispatch import Implementation, choose
 from openk3.ops.kda import kda_step
 from openk3.ops.kda.decoding import HEAD_SIZES, MixerWeights, kda_decode
 from openk3.ops.kda_gate import kda_gate
 from openk3.ops.norm import gated_rms_norm, l2_norm, rms_norm
-from openk3.ops.precision import wide, widen
+from openk3.ops.precision import widen
 
 Tensor = torch.Tensor
 
@@ -31,7 +32,7 @@ class Kda:
         low_rank = c.output_gate == "low_rank"
         gate = fold(layer.g_b_proj.weight, layer.g_a_proj.weight) if low_rank else layer.g_proj.weight
         self.gate = layer.g_b_proj.weight if gate is None else None
-        self.inputs = Projections(
+        self.inputs = Joined.of(
             torch.cat([layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight]),
             layer.f_a_proj.weight if decay is None else decay,
             layer.b_proj.weight,
@@ -49,7 +50,7 @@ class Kda:
         self.kernel_fits = K in HEAD_SIZES and c.conv_width == 4
         self.out = layer.o_proj.weight
 
-    def __call__(self, projected: list[Tensor], rows: Rows) -> Tensor:
+    def __call__(self, projected: list[Tensor], rows: Rows, out: Tensor, add: bool) -> None:
         qkv, z, b, gate = projected
         z = z if self.decay is None else F.linear(z, self.decay)
         gate = gate if self.gate is None else F.linear(gate, self.gate)
@@ -60,7 +61,7 @@ class Kda:
             mixed = kda_decode(qkv, z, b, gate, S, conv, rows.slots, self.weights, implementation=chosen)
         else:
             mixed = self._mixed(qkv, z, b, gate, rows.places)
-        return F.linear(mixed, self.out)
+        products_into(out, self.out, mixed, add=add, implementation=self.implementation)
 
     def _mixed(self, qkv: Tensor, z: Tensor, b: Tensor, gate: Tensor, places: Tensor) -> Tensor:
         """`kda_decode` for any sizes, for rows of no sequence too, without looking at values."""
@@ -84,7 +85,7 @@ class Mla:
         c = layer.config
         self.memory, self.implementation = memory, implementation
         self.heads, self.r, self.nope = c.num_heads, c.kv_lora_rank, c.qk_nope_head_dim
-        self.scale, self.gated = c.qk_head_dim**-0.5, c.gated
+        self.scale = c.qk_head_dim**-0.5
         expand = layer.kv_b_proj.weight.view(c.num_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
         to_keys, self.to_values = expand[:, : self.nope].mT, expand[:, self.nope :].mT.contiguous()
         direct = c.q_lora_rank is None
@@ -98,32 +99,34 @@ class Mla:
         self.q_b = None if direct else last
         gates = (layer.g_proj.weight,) if c.gated else ()
         first = last if direct else layer.q_a_proj.weight
-        self.inputs = Projections(first, layer.kv_a_proj_with_mqa.weight, *gates)
+        self.inputs = Joined.of(first, layer.kv_a_proj_with_mqa.weight, *gates)
         self.kv_norm, self.out = layer.kv_a_layernorm, layer.o_proj.weight
 
-    def __call__(self, projected: list[Tensor], rows: Rows) -> Tensor:
+    def __call__(self, projected: list[Tensor], rows: Rows, out: Tensor, add: bool) -> None:
         q, compressed, *gate = projected
+        n, norm = len(q), self.kv_norm
         if self.q_norm is not None and self.q_b is not None:
-            q = F.linear(rms_norm(q, self.q_norm.weight, self.q_norm.eps), self.q_b)
-        q = q.view(len(q), self.heads, -1)
+            q = rms_norm(q, self.q_norm.weight, self.q_norm.eps, implementation=self.implementation)
+            q = F.linear(q, self.q_b)
+        q = q.view(n, self.heads, -1)
         if self.to_keys is not None:
-            content = torch.einsum("nhk,hkr->nhr", q[..., : self.nope], self.to_keys)
+            content = torch.bmm(q[..., : self.nope].transpose(0, 1), self.to_keys).transpose(0, 1)
             q = torch.cat([content, q[..., self.nope :]], -1)
-        latent = rms_norm(compressed[:, : self.r], self.kv_norm.weight, self.kv_norm.eps)
-        new = torch.cat([latent, compressed[:, self.r :]], 1)
-        mixed = self._attend(q, new, rows)  # [n, H, r]
-        out = torch.einsum("nhr,hrv->nhv", mixed, self.to_values).flatten(1)
-        if self.gated:
-            out = (widen(out) * torch.sigmoid(widen(gate[0]))).to(out.dtype)
-        return F.linear(out, self.out)
+        latents = self.memory.latents
+        append_latents(
+            compressed, norm.weight, norm.eps, latents, rows.places, rows.seen,
+            implementation=self.implementation,
+        )  # fmt: skip
+        mixed = self._attend(q, rows)  # [n, H, r]
+        values = torch.bmm(mixed.transpose(0, 1), self.to_values).transpose(0, 1).reshape(n, -1)
+        gate_logits = gate[0] if gate else None
+        products_into(out, self.out, values, add=add, gate=gate_logits, implementation=self.implementation)
 
-    def _attend(self, q: Tensor, new: Tensor, rows: Rows) -> Tensor:
-        """Keeps the latents `new` `[n, r + shared]` and mixes all: `[n, H, r]`."""
+    def _attend(self, q: Tensor, rows: Rows) -> Tensor:
+        """Queries `[n, H, r + shared]` over the latents of their own sequences: `[n, H, r]`."""
         memory = self.memory.latents
-        last = memory.shape[1] - 1
-        memory[rows.places, rows.seen.clamp(max=last)] = new
-        longest = int(rows.seen.max()) + 1 if memory.device.type == "cpu" else last + 1
-        known = memory[rows.places, :longest].to(wide(new.dtype))
+        longest = int(rows.seen.max()) + 1 if memory.device.type == "cpu" else memory.shape[1]
+        known = widen(memory[rows.places, :longest])
         scores = torch.einsum("nhw,nlw->nhl", widen(q), known).mul_(self.scale)
         later = torch.arange(longest, device=q.device) > rows.seen.unsqueeze(1)
         weights = scores.masked_fill_(later.unsqueeze(1), -torch.inf).softmax(-1)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
-from openk3.model.decoding.projections import Projections
 from openk3.model.decoding.slots import Rows
 from openk3.model.ffn import GatedFfn
 from openk3.model.moe import LatentMoe
+from openk3.ops.decoding import Joined, choose_experts, products_into
 from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.moe import KERNEL as EXPERTS
 from openk3.ops.moe import Routing, expert_ffn, expert_ffn_few, plan
-from openk3.ops.moe.route import KERNEL as ROUTE
-from openk3.ops.moe.route import decide
-from openk3.ops.norm import rms_norm
 from openk3.ops.precision import cast, wide, widen
 
 Tensor = torch.Tensor
@@ -23,73 +20,62 @@ class Dense:
     """`GatedFfn`."""
 
     def __init__(self, layer: GatedFfn, implementation: Implementation | None) -> None:
-        self.inputs = Projections(layer.gate_proj.weight, layer.up_proj.weight)
+        self.inputs = Joined.of(layer.gate_proj.weight, layer.up_proj.weight)
         self.down, self.activation = layer.down_proj.weight, layer.activation
         self.implementation = implementation
 
-    def __call__(self, projected: list[Tensor], rows: Rows) -> Tensor:
+    def __call__(self, projected: list[Tensor], rows: Rows, out: Tensor, add: bool) -> None:
         gate, up = projected
-        return F.linear(self.activation(gate, up, implementation=self.implementation), self.down)
+        unit = gate, up, self.activation
+        products_into(out, self.down, None, add=add, unit=unit, implementation=self.implementation)
 
 
 class Moe:
-    """`LatentMoe`."""
+    """`LatentMoe`; without a latent width it needs what its products read, as the last of `projected`."""
 
     def __init__(self, layer: LatentMoe, implementation: Implementation | None) -> None:
         self.config, self.activation = layer.gate.config, layer.activation
         self.bias, self.implementation = layer.gate.e_score_correction_bias, implementation
-        latent = layer.latent
-        weights = [layer.routed_expert_down_proj.weight] if latent else []
-        self.shared = layer.shared_experts.down_proj.weight if layer.shared_experts is not None else None
-        if layer.shared_experts is not None:
-            weights += [layer.shared_experts.gate_proj.weight, layer.shared_experts.up_proj.weight]
-        self.inputs = Projections(*weights, precise=layer.gate.weight, keep=not latent)
-        self.latent = latent
-        self.up = layer.routed_expert_up_proj.weight if latent else None
-        self.norm = layer.routed_expert_norm if layer.normed else None
+        self.latent, shared = layer.latent, layer.shared_experts
+        inputs: list[Tensor] = [layer.routed_expert_down_proj.weight] if layer.latent else []
+        outputs: list[Tensor] = [layer.routed_expert_up_proj.weight] if layer.latent else []
+        if shared is not None:
+            inputs += [shared.gate_proj.weight, shared.up_proj.weight]
+            outputs.append(shared.down_proj.weight)
+        self.has_shared = shared is not None
+        self.inputs = Joined.of(*inputs, precise=layer.gate.weight)
+        self.outputs = torch.cat(outputs, 1) if outputs else None
+        self.norm = (layer.routed_expert_norm.weight, layer.routed_expert_norm.eps) if layer.normed else None
         self.experts = layer.experts()
 
-    def __call__(self, projected: list[Tensor], rows: Rows) -> Tensor:
-        z, *shared = projected if self.latent else [projected.pop(), *projected]
-        logits = shared.pop()
-        u = self._experts(z, self._route(logits))
-        if self.norm is not None:
-            u = rms_norm(u, self.norm.weight, self.norm.eps, implementation=self.implementation)
-        routed = u if self.up is None else F.linear(u, self.up)
-        if self.shared is None:
-            return routed
-        hidden = self.activation(*shared, implementation=self.implementation)
-        return routed + F.linear(hidden, self.shared)
+    def __call__(self, projected: list[Tensor], rows: Rows, out: Tensor, add: bool) -> None:
+        c, chosen = self.config, self.implementation
+        z = projected[0 if self.latent else -1]
+        shared = projected[1:3] if self.latent else projected[:2]
+        logits = projected[-1 if self.latent else -2]
+        ids, weights = choose_experts(
+            logits, self.bias, c.experts_per_token,
+            scaling_factor=c.routed_scaling, renormalize=c.renormalize, implementation=chosen,
+        )  # fmt: skip
+        u = self._experts(z, ids, weights)
+        if not self.latent:
+            out.copy_(out + u if add else u)
+            add = True
+        if self.outputs is not None:
+            unit = (shared[0], shared[1], self.activation) if self.has_shared else None
+            x = u if self.latent else None
+            products_into(out, self.outputs, x, add=add, norm=self.norm, unit=unit, implementation=chosen)
 
-    def _route(self, logits: Tensor) -> Routing:
-        c, chosen = self.config, None
-        by_kernel = choose("route", logits, self.implementation, by_default=ROUTE.checked) == "triton"
-        if not by_kernel:
-            # The same choice without a look at ties from the host, which a captured step cannot take.
-            ordered = (torch.sigmoid(logits) + self.bias).sort(dim=1, descending=True, stable=True)
-            chosen = ordered.indices[:, : c.experts_per_token], ordered.values[:, -1]
-        return decide(
-            logits,
-            self.bias,
-            c.experts_per_token,
-            c.routed_scaling,
-            c.renormalize,
-            chosen,
-            self.implementation,
-        )
-
-    def _experts(self, z: Tensor, routing: Routing) -> Tensor:
+    def _experts(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """sum_i p_i E_i(z): `[n, l]`."""
         w, activation = self.experts, self.activation
-        if choose("expert_ffn", z, self.implementation, by_default=False) == "triton":
-            table = plan(routing.ids, len(w.w1), implementation="triton")
-            return expert_ffn(
-                z, routing.weights, table, w.w1, w.w3, w.w2, activation, implementation="triton"
-            )
+        if choose("expert_ffn", z, self.implementation, by_default=EXPERTS.checked) == "triton":
+            table = plan(ids, len(w.w1), implementation="triton")
+            return expert_ffn(z, weights, table, w.w1, w.w3, w.w2, activation, implementation="triton")
         if z.device.type == "cpu":
-            return expert_ffn_few(z, routing, w.w1, w.w3, w.w2, activation)
+            return expert_ffn_few(z, Routing(ids, weights, weights, weights), w.w1, w.w3, w.w2, activation)
         # Each row's experts copied together: several times the bytes, but on the device alone.
-        ids = routing.ids
         gate, up = (torch.einsum("nl,nkfl->nkf", z, weight[ids]) for weight in (w.w1, w.w3))
         out = torch.einsum("nkf,nklf->nkl", activation(gate, up), w.w2[ids])
-        p = cast(routing.weights, wide(z.dtype))
+        p = cast(weights, wide(z.dtype))
         return (widen(out) * p.unsqueeze(-1)).sum(1).to(z.dtype)

@@ -40,12 +40,13 @@ class Rows:
     """Which sequences a step of n rows continues, the same for all layers.
 
     slots: int32 `[n]`, -1 for a row of no sequence. places: int64 `[n]`, the slot, or the spare one.
-    seen: int64 `[n]`, tokens before this step's.
+    seen: int64 `[n]`, tokens before this step's. filled: int32 `[n]`, tokens with it; 0 for no sequence.
     """
 
     slots: Tensor
     places: Tensor
     seen: Tensor
+    filled: Tensor
 
 
 class Slots:
@@ -108,11 +109,3 @@ class Slots:
             else:
                 assert isinstance(given, KdaState)
                 mine.S[places], mine.conv[places] = given.S, given.conv
-
-    def rows(self, slots: Tensor) -> Rows:
-        """The rows of a step; counts its tokens. `slots`: int32 `[n]`, no slot twice, -1 for none."""
-        live = slots >= 0
-        places = torch.where(live, slots, self.count).long()
-        seen = self.lengths[places]
-        self.lengths.index_add_(0, places, live.long())
-        return Rows(slots, places, seen)

@@ -8,7 +8,7 @@ no gradients, no seams, no text and not when a sequence ends.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch.nn import functional as F
@@ -24,6 +24,7 @@ from openk3.model.mla import MlaAttention
 from openk3.model.protocols import LOCAL
 from openk3.model.state import DecodeState
 from openk3.ops.attnres import attnres_add_mix_norm
+from openk3.ops.decoding import Joined, StreamMix, mixed_products, products, start_step
 from openk3.ops.dispatch import Implementation
 from openk3.ops.norm import rms_norm
 
@@ -64,6 +65,8 @@ class BatchStepper:
             self._embedding, self._head = model.embed_tokens.weight, model.head_weight
             mix = model.output_attn_res_proj, model.output_attn_res_norm
             self._read = _Reader(*mix, model.norm, implementation)
+        self._sources = 1 + sum(opens for layer in self._layers for _, opens, _ in layer.sublayers)
+        self._implementation = implementation
         self._graphs: dict[int, Captured] | None = (
             {} if (model.device.type == "cuda" if graphs is None else graphs) else None
         )
@@ -105,31 +108,51 @@ class BatchStepper:
         return self._graphs[n](tokens, slots)
 
     def _step(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        rows = self._memory.rows(slots)
-        stream = _Stream((), F.embedding(tokens, self._embedding), None)
+        stream = _Stream(self._embedding, len(tokens), self._sources)
+        rows = stream.start(tokens, slots, self._memory.lengths, self._implementation)
         for layer in self._layers:
-            stream = layer(stream, rows)
-        hidden, _ = self._read(stream)
-        return F.linear(hidden, self._head)
+            layer(stream, rows)
+        return F.linear(self._read(stream), self._head)
 
 
-class _Stream(NamedTuple):
-    """`openk3.model.residual.Stream`, whose last addition may be outstanding: it is made on reading.
+class _Stream:
+    """`openk3.model.residual.Stream` in one buffer: frozen sums, then the running one; written in place."""
 
-    bank: rows `[n, d]`. prefix: `[n, d]`, or None while a block has no output yet. output: `[n, d]`, to be
-    added to the prefix.
-    """
+    def __init__(self, embedding: Tensor, n: int, sources: int) -> None:
+        self._rows = embedding.new_empty(sources, n, embedding.shape[1])
+        self._embedding = embedding
+        self._frozen, self._empty = 0, False
 
-    bank: tuple[Tensor, ...]
-    prefix: Tensor | None
-    output: Tensor | None
+    def start(
+        self, tokens: Tensor, slots: Tensor, lengths: Tensor, implementation: Implementation | None
+    ) -> Rows:
+        """Begin with the embeddings of tokens, which `lengths` counts from here on."""
+        counted = start_step(
+            tokens, slots, self._embedding, lengths, self._rows[0], implementation=implementation
+        )
+        return Rows(slots, *counted)
 
-    def plus(self, output: Tensor) -> _Stream:
-        return _Stream(self.bank, *((output, None) if self.prefix is None else (self.prefix, output)))
+    @property
+    def sources(self) -> Tensor:
+        """What a sublayer reads: `[S, n, d]`."""
+        return self._rows[: self._frozen + (0 if self._empty else 1)]
+
+    @property
+    def running(self) -> tuple[Tensor, bool]:
+        """`[n, d]` that a sublayer's output goes to, and whether it is added to what is there."""
+        return self._rows[self._frozen], not self._empty
+
+    def open(self) -> None:
+        """A new block begins: the running sum is frozen."""
+        self._frozen, self._empty = self._frozen + 1, True
+
+    def close(self) -> None:
+        """An output has been written."""
+        self._empty = False
 
 
 class _Reader:
-    """What a sublayer reads: the mix of the stream, normed. Also the stream with its addition made."""
+    """What a sublayer reads: the mix of the stream, normed, and products of it."""
 
     def __init__(
         self,
@@ -139,24 +162,29 @@ class _Reader:
         implementation: Implementation | None,
     ) -> None:
         self.norm, self.implementation = norm, implementation
-        self.mix = (
-            None if proj is None or key_norm is None else (proj.weight[0], key_norm.weight, key_norm.eps)
-        )
+        self.mix = None
+        if proj is not None and key_norm is not None:
+            self.mix = StreamMix(proj.weight[0], key_norm.weight, key_norm.eps)
 
-    def __call__(self, stream: _Stream) -> tuple[Tensor, _Stream]:
-        bank, prefix, output = stream
-        assert prefix is not None
+    def __call__(self, stream: _Stream) -> Tensor:
         norm, chosen = self.norm, self.implementation
+        *bank, last = stream.sources.unbind(0)
         if self.mix is None or not bank:
-            prefix = prefix if output is None else prefix + output
-            x = rms_norm(prefix, norm.weight, norm.eps, implementation=chosen)
-        else:
-            query, gain, eps = self.mix
-            x, prefix, _ = attnres_add_mix_norm(  # type: ignore[assignment]  # there is a norm
-                bank, prefix, output, query, gain, norm.weight,
-                eps=eps, norm_eps=norm.eps, implementation=chosen,
-            )  # fmt: skip
-        return x, _Stream(bank, prefix, None)
+            return rms_norm(last, norm.weight, norm.eps, implementation=chosen)
+        query, gain, eps = self.mix
+        read = attnres_add_mix_norm(
+            bank, last, None, query, gain, norm.weight, eps=eps, norm_eps=norm.eps, implementation=chosen
+        )
+        assert read.normed is not None
+        return read.normed
+
+    def products(self, stream: _Stream, joined: Joined, keep: bool) -> list[Tensor]:
+        """`joined` of what is read; with `keep` that itself too, as the last."""
+        norm, chosen = self.norm, self.implementation
+        if keep:
+            x = self(stream)
+            return [*products(x, joined, implementation=chosen), x]
+        return mixed_products(stream.sources, self.mix, norm.weight, norm.eps, joined, implementation=chosen)
 
 
 class _Layer:
@@ -182,11 +210,11 @@ class _Layer:
             (_Reader(*before_ffn, implementation), layer.opens[1], ffn),
         ]
 
-    def __call__(self, stream: _Stream, rows: Rows) -> _Stream:
+    def __call__(self, stream: _Stream, rows: Rows) -> None:
         for read, opens, sublayer in self.sublayers:
-            x, stream = read(stream)
+            keep = isinstance(sublayer, Moe) and not sublayer.latent
+            projected = read.products(stream, sublayer.inputs, keep)
             if opens:
-                assert stream.prefix is not None
-                stream = _Stream((*stream.bank, stream.prefix), None, None)
-            stream = stream.plus(sublayer(sublayer.inputs(x), rows))
-        return stream
+                stream.open()
+            sublayer(projected, rows, *stream.running)
+            stream.close()

@@ -1,0 +1,268 @@
+"""What stands between the large operators of a decoding step: few rows, so that launches are what costs.
+
+Each operator here is several of the model's in one launch: the mix of a stream with its norm and all products
+that read it; two products into the stream with their norm, unit or gate; the router's choice with its
+weights; a latent's norm with its way into the cache. All are forward only, write where they are told, and
+never look at a value from the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from openk3.errors import InvalidInput
+from openk3.ops.activation import Activation
+from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
+
+__all__ = [
+    "Joined",
+    "StreamMix",
+    "append_latents",
+    "choose_experts",
+    "mixed_products",
+    "products",
+    "products_into",
+    "start_step",
+]
+
+KERNELS = tuple(
+    Kernel(function, takes=takes, checked_on=NOWHERE)
+    for function, takes in (
+        ("mixed_products", "even widths to 8,192, up to 32 sources; bf16, fp16 or fp32"),
+        ("products", "any widths; bf16, fp16 or fp32"),
+        ("products_into", "any widths; bf16, fp16 or fp32"),
+        ("choose_experts", "float32 logits of up to 4,096 experts"),
+        ("append_latents", "latents of up to 8,192; bf16, fp16 or fp32"),
+        ("start_step", "any width; not float64"),
+    )
+)
+CHECKED = all(kernel.checked for kernel in KERNELS)
+WIDEST = 8192
+BLOCK = 16  # outputs of a program at least: what a matrix unit takes
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Matrices `[width, d]` of one input, below each other.
+
+    matrix: `[rows, d]`; each matrix begins at a multiple of 16 rows, the rest is zero.
+    widths: of the outputs. precise: whether the last output is wanted in at least fp32.
+    blocks: int32 `[rows / 16, 4]`: of each block of rows the widths of all outputs of its dtype before its
+    own, its own width, its first column there, and whether it belongs to the precise one.
+    """
+
+    matrix: Tensor
+    widths: tuple[int, ...]
+    precise: bool
+    blocks: Tensor
+
+    @classmethod
+    def of(cls, *weights: Tensor, precise: Tensor | None = None) -> Joined:
+        """Copies of `weights`, and of one more whose output is wanted in at least fp32."""
+        matrices = list(weights) if precise is None else [*weights, precise]
+        first, before = matrices[0], 0
+        parts: list[Tensor] = []
+        blocks: list[list[int]] = []
+        for index, matrix in enumerate(matrices):
+            width, last = len(matrix), index == len(weights)
+            parts += [matrix, first.new_zeros(-width % BLOCK, first.shape[1])]
+            start = 0 if last else before
+            blocks += [[start, width, column, int(last)] for column in range(0, width, BLOCK)]
+            before += width
+        table = torch.tensor(blocks, dtype=torch.int32, device=first.device)
+        widths = tuple(len(matrix) for matrix in matrices)
+        return cls(torch.cat(parts), widths, precise is not None, table)
+
+
+class StreamMix(NamedTuple):
+    """How a sublayer reads the stream; query and key_gain `[d]` and eps are those of `attnres_mix`."""
+
+    query: Tensor
+    key_gain: Tensor
+    eps: float
+
+
+def mixed_products(
+    bank: Tensor,
+    mix: StreamMix | None,
+    gain: Tensor,
+    eps: float,
+    joined: Joined,
+    *,
+    implementation: Implementation | None = None,
+) -> list[Tensor]:
+    """W norm(mix of the bank) for each matrix W of `joined`.
+
+    Args:
+        bank: `[S, n, d]` sources of n rows, contiguous, one after the other.
+        mix: see `attnres_mix`; None where there is one source, which is read as it is.
+        gain, eps: of the RMSNorm, `[d]`.
+        joined: in the bank's dtype.
+        implementation: force "eager" or "triton"; by default the fastest that a card has run.
+
+    Returns:
+        `[n, width]` for each matrix, each contiguous, in the bank's dtype; a precise one in at least fp32,
+        from products of the numbers as they are.
+
+    Raises:
+        InvalidInput: shapes do not fit.
+        KernelUnavailable: the forced implementation cannot run here.
+    """
+    name = "mixed_products"
+    if bank.dim() != 3 or not bank.is_contiguous() or joined.matrix.shape[1] != bank.shape[2]:
+        raise InvalidInput(
+            f"{name}: bank must be [S, n, {joined.matrix.shape[1]}], contiguous, got {tuple(bank.shape)}"
+        )
+    if mix is None and len(bank) != 1:
+        raise InvalidInput(f"{name}: {len(bank)} sources are mixed by a query, got none")
+    fits = bank.shape[2] <= WIDEST and not bank.shape[2] % 2 and len(bank) <= 32
+    if choose(name, bank, implementation, kernels=fits, by_default=CHECKED) == "triton":
+        from openk3.ops.decoding.kernels import mixed_products as run
+    else:
+        from openk3.ops.decoding.eager import mixed_products as run
+    return run(bank, mix, gain, eps, joined)
+
+
+def products(x: Tensor, joined: Joined, *, implementation: Implementation | None = None) -> list[Tensor]:
+    """`mixed_products` of rows x `[n, d]`, contiguous, that are mixed and normed already."""
+    if x.dim() != 2 or not x.is_contiguous() or joined.matrix.shape[1] != x.shape[1]:
+        raise InvalidInput(
+            f"products: x must be [n, {joined.matrix.shape[1]}], contiguous, got {tuple(x.shape)}"
+        )
+    if choose("products", x, implementation, by_default=CHECKED) == "triton":
+        from openk3.ops.decoding.kernels import products as run
+    else:
+        from openk3.ops.decoding.eager import products as run
+    return run(x, joined)
+
+
+def products_into(
+    out: Tensor,
+    weight: Tensor,
+    x: Tensor | None,
+    *,
+    add: bool,
+    norm: tuple[Tensor, float] | None = None,
+    gate: Tensor | None = None,
+    unit: tuple[Tensor, Tensor, Activation] | None = None,
+    implementation: Implementation | None = None,
+) -> None:
+    """out (+)= weight [f(x); act(gate, up)], rounded once before the addition.
+
+    Args:
+        out: `[n, d]`, contiguous, in the dtype of all.
+        weight: `[d, a + b]`, contiguous.
+        x: `[n, a]`, contiguous, or None with a = 0.
+        add: to what `out` holds; otherwise in its place.
+        norm: gain `[a]` and eps of an RMSNorm, if f is one.
+        gate: `[n, a]` logits, if f is x * sigmoid(gate); not with a norm.
+        unit: gate and up, each `[n, b]` contiguous, and the gated unit; None with b = 0.
+        implementation: as in `mixed_products`.
+
+    Raises:
+        InvalidInput: shapes do not fit.
+        KernelUnavailable: the forced implementation cannot run here.
+    """
+    name = "products_into"
+    a, b = 0 if x is None else x.shape[1], 0 if unit is None else unit[0].shape[1]
+    given = [t for t in (out, x, gate, *(unit[:2] if unit else ())) if t is not None]
+    if weight.shape != (out.shape[1], a + b) or any(len(t) != len(out) for t in given):
+        raise InvalidInput(
+            f"{name}: weight is {tuple(weight.shape)} for {[tuple(t.shape) for t in given]}; "
+            f"want [{out.shape[1]}, {a + b}] and equal rows"
+        )
+    if not all(t.is_contiguous() for t in (*given, weight)) or (norm is not None and gate is not None):
+        raise InvalidInput(f"{name}: tensors must be contiguous, and x has a norm or a gate, not both")
+    if choose(name, out, implementation, by_default=CHECKED) == "triton":
+        from openk3.ops.decoding.kernels import products_into as run
+    else:
+        from openk3.ops.decoding.eager import products_into as run
+    run(out, weight, x, add, norm, gate, unit)
+
+
+def choose_experts(
+    logits: Tensor,
+    bias: Tensor,
+    k: int,
+    *,
+    scaling_factor: float = 1.0,
+    renormalize: bool = True,
+    implementation: Implementation | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The ids `[n, k]` int64 and weights `[n, k]` of `openk3.ops.moe.route`, whose arguments these are."""
+    fits = logits.dtype == bias.dtype == torch.float32 and logits.shape[1] <= 4096
+    if choose("choose_experts", logits, implementation, kernels=fits, by_default=CHECKED) == "triton":
+        from openk3.ops.decoding import kernels
+
+        ids, weights = kernels.choose_experts(logits, bias, k, scaling_factor, renormalize)
+        return ids, weights
+    from openk3.ops.decoding import eager
+
+    return eager.choose_experts(logits, bias, k, scaling_factor, renormalize)
+
+
+def append_latents(
+    compressed: Tensor,
+    gain: Tensor,
+    eps: float,
+    latents: Tensor,
+    places: Tensor,
+    seen: Tensor,
+    *,
+    implementation: Implementation | None = None,
+) -> None:
+    """latents[places, seen] = the RMSNorm of the first columns, then the others as they are.
+
+    Args:
+        compressed: `[n, r + shared]`, contiguous.
+        gain, eps: of the norm, `[r]`.
+        latents: `[slots, length, r + shared]`, contiguous, in compressed's dtype. What would lie behind the
+            end of a slot is written at its end.
+        places, seen: int64 `[n]`.
+        implementation: as in `mixed_products`.
+    """
+    fits = compressed.shape[1] <= WIDEST
+    if choose("append_latents", compressed, implementation, kernels=fits, by_default=CHECKED) == "triton":
+        from openk3.ops.decoding import kernels
+
+        kernels.append_latents(compressed, gain, eps, latents, places, seen)
+    else:
+        from openk3.ops.decoding import eager
+
+        eager.append_latents(compressed, gain, eps, latents, places, seen)
+
+
+def start_step(
+    tokens: Tensor,
+    slots: Tensor,
+    embedding: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Embeds a token of each row into `out`, and counts it in its slot.
+
+    Args:
+        tokens: int64 `[n]`. slots: int32 `[n]`, no slot twice, -1 for none.
+        embedding: `[V, d]`. out: `[n, d]`, contiguous, in its dtype.
+        lengths: int64 `[slots + 1]`, the last for rows of no slot, which are not counted.
+        implementation: as in `mixed_products`.
+
+    Returns:
+        places int64 `[n]`, each row's slot or the last place of `lengths`; seen int64 `[n]`, the tokens
+        there before this one; filled int32 `[n]`, those with it, 0 for rows of no slot.
+    """
+    if choose("start_step", out, implementation, by_default=CHECKED) == "triton":
+        from openk3.ops.decoding import kernels
+
+        places, seen, filled = kernels.start_step(tokens, slots, embedding, lengths, out)
+        return places, seen, filled
+    from openk3.ops.decoding import eager
+
+    return eager.start_step(tokens, slots, embedding, lengths, out)

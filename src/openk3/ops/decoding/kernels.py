@@ -1,0 +1,416 @@
+"""`openk3.ops.decoding` on the GPU. A step's weights are read once; everything else fits into the caches.
+
+Few rows leave a product bound by its weights and by launches, so what comes before a product is made again by
+every program of it: mix and norm of the stream for up to FEW rows (of more, that costs more than a launch),
+the norm, gate or unit of what is multiplied always. Sums are fp32's and in one order: no atomics, so that
+equal calls give equal bits.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import, assignment"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from openk3.ops.activation import Activation
+from openk3.ops.decoding import BLOCK, Joined, StreamMix
+from openk3.ops.moe.kernels.units import unit as gated_unit
+from openk3.ops.precision import wide
+from openk3.ops.triton_math import PTX, short_sigmoid
+
+Tensor = torch.Tensor
+
+FEW = 4  # rows whose mix each program of a product makes again
+DEPTH = 128  # of a step of a product
+
+
+@triton.jit
+def _store_block(out, precise, blocks, block, rows, N, y, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """y `[ROWS, COLUMNS]` of one block to its place: outputs `[N, width]` lie one behind the other."""
+    before = tl.load(blocks + 4 * block)
+    width = tl.load(blocks + 4 * block + 1)
+    column = tl.load(blocks + 4 * block + 2) + tl.arange(0, COLUMNS)[None, :]
+    place = (before.to(tl.int64) * N) + rows.to(tl.int64) * width + column
+    inside = (rows < N) & (column < width)
+    if tl.load(blocks + 4 * block + 3) == 1:
+        tl.store(precise + place, y.to(precise.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["N", "S"])
+def _mixed_products(
+    bank, query, key_gain, gain, matrix, blocks, out, precise, N, S, d, mix_eps, eps,
+    SOURCES: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, MIX: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    source = tl.arange(0, SOURCES)[:, None]
+    col = tl.arange(0, D)[None, :]
+    row = block.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+    w = tl.load(matrix + row * d + col, mask=col < d, other=0.0)
+    g = tl.load(gain + col, mask=col < d, other=0.0).to(tl.float32)
+    if MIX:
+        m = tl.load(query + col, mask=col < d, other=0.0).to(tl.float32)
+        m *= tl.load(key_gain + col, mask=col < d, other=0.0).to(tl.float32)
+    for index in range(N):
+        n = block * 0 + index  # Triton's interpreter counts in Python's integers
+        place = (source.to(tl.int64) * N + n) * d + col
+        v = tl.load(bank + place, mask=(source < S) & (col < d), other=0.0).to(tl.float32)
+        if MIX:
+            score = tl.sum(v * m, 1, keep_dims=True)
+            score *= tl.rsqrt(tl.sum(v * v, 1, keep_dims=True) / d + mix_eps)
+            score = tl.where(source < S, score, float("-inf"))
+            share = tl.exp(score - tl.max(score, 0, keep_dims=True))
+            v *= share / tl.sum(share, 0, keep_dims=True)
+        x = tl.sum(v, 0, keep_dims=True)
+        x *= tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / d + eps) * g
+        x = x.to(bank.dtype.element_ty).to(tl.float32)
+        y = tl.reshape(tl.sum(w.to(tl.float32) * x, 1), [1, COLUMNS])
+        _store_block(out, precise, blocks, block, tl.full([1, 1], 0, tl.int32) + n, N, y, 1, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _products(
+    x, matrix, blocks, out, precise, N, d,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = block.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, d, DEPTH):
+        across = start + tl.arange(0, DEPTH)[None, :]
+        down = start + tl.arange(0, DEPTH)[:, None]
+        a = tl.load(x + rows.to(tl.int64) * d + across, mask=(rows < N) & (across < d), other=0.0)
+        w = tl.load(matrix + column * d + down, mask=down < d, other=0.0)
+        total = tl.dot(a, w, total, input_precision="ieee")
+    _store_block(out, precise, blocks, block, rows, N, total, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _products_into(
+    out, weight, x, gain, gate, unit_gate, unit_up, N, d, a, b, eps, gate_cap, up_cap,
+    ADD: tl.constexpr, X: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, UNIT: tl.constexpr,
+    COARSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = rows.to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    dtype: tl.constexpr = weight.dtype.element_ty
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    matrix = weight + column.to(tl.int64) * (a + b)
+    if NORM:
+        squares = tl.zeros([ROWS, 1], tl.float32)
+        for start in range(0, a, DEPTH):
+            across = start + tl.arange(0, DEPTH)[None, :]
+            v = tl.load(x + row * a + across, mask=(rows < N) & (across < a), other=0.0).to(tl.float32)
+            squares += tl.sum(v * v, 1, keep_dims=True)
+        scale = tl.rsqrt(squares / a + eps)
+    if X:
+        for start in range(0, a, DEPTH):
+            across = start + tl.arange(0, DEPTH)[None, :]
+            down = start + tl.arange(0, DEPTH)[:, None]
+            inside = (rows < N) & (across < a)
+            v = tl.load(x + row * a + across, mask=inside, other=0.0)
+            if NORM:
+                factor = tl.load(gain + across, mask=across < a, other=0.0).to(tl.float32)
+                v = (v.to(tl.float32) * scale * factor).to(dtype)
+            if GATE:
+                logits = tl.load(gate + row * a + across, mask=inside, other=0.0).to(tl.float32)
+                v = (v.to(tl.float32) * short_sigmoid(logits)).to(dtype)
+            w = tl.load(matrix + down, mask=(down < a) & (column < d), other=0.0)
+            total = tl.dot(v, w, total, input_precision="ieee")
+    if UNIT != "none":
+        for start in range(0, b, DEPTH):
+            across = start + tl.arange(0, DEPTH)[None, :]
+            down = start + tl.arange(0, DEPTH)[:, None]
+            inside = (rows < N) & (across < b)
+            g = tl.load(unit_gate + row * b + across, mask=inside, other=0.0).to(tl.float32)
+            u = tl.load(unit_up + row * b + across, mask=inside, other=0.0).to(tl.float32)
+            w = tl.load(matrix + a + down, mask=(down < b) & (column < d), other=0.0)
+            v = gated_unit(g, u, gate_cap, up_cap, UNIT, COARSE).to(dtype)
+            total = tl.dot(v, w, total, input_precision="ieee")
+    place = out + row * d + column
+    inside = (rows < N) & (column < d)
+    if ADD:
+        total = total.to(dtype).to(tl.float32) + tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, total.to(dtype), mask=inside)
+
+
+@triton.jit
+def _choose_experts(
+    logits, bias, ids, weights, E, scaling_factor, k: tl.constexpr, RENORMALIZE: tl.constexpr,
+    EXPERTS: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EXPERTS)
+    score = tl.sigmoid(tl.load(logits + t * E + e, mask=e < E, other=0.0))
+    value = score + tl.load(bias + e, mask=e < E, other=0.0)
+    # The larger value first, of equal ones the lower index, NaN before all: as openk3.ops.moe.kernels.choice.
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    rising = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    rising = tl.where(value != value, 0x7FFFFFFF, rising)
+    lowest = tl.full([EXPERTS], -(2**63), tl.int64)
+    key = tl.where(e < E, rising.to(tl.int64) * 4294967296 + (EXPERTS - 1 - e), lowest)
+    slot = tl.arange(0, K)
+    chosen = tl.zeros([K], tl.int64)
+    weight = tl.zeros([K], tl.float32)
+    for s in tl.static_range(k):
+        best = tl.max(key, 0)
+        chosen = tl.where(slot == s, EXPERTS - 1 - (best & 0xFFFFFFFF), chosen)
+        weight = tl.where(slot == s, tl.sum(tl.where(key == best, score, 0.0), 0), weight)
+        key = tl.where(key == best, lowest, key)
+    if RENORMALIZE:
+        weight /= tl.sum(weight, 0) + 1e-20
+    tl.store(ids + t * k + slot, chosen, mask=slot < k)
+    tl.store(weights + t * k + slot, weight * scaling_factor, mask=slot < k)
+
+
+@triton.jit
+def _append_latents(
+    compressed, gain, latents, places, seen, length, r, width, eps,
+    LATENT: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    place = tl.load(places + n) * length + tl.minimum(tl.load(seen + n), length - 1)
+    source, target = compressed + n * width, latents + place * width
+    col = tl.arange(0, LATENT)
+    v = tl.load(source + col, mask=col < r, other=0.0).to(tl.float32)
+    v *= tl.rsqrt(tl.sum(v * v, 0) / r + eps)
+    v *= tl.load(gain + col, mask=col < r, other=0.0).to(tl.float32)
+    tl.store(target + col, v.to(latents.dtype.element_ty), mask=col < r)
+    col = r + tl.arange(0, SHARED)
+    tl.store(target + col, tl.load(source + col, mask=col < width, other=0.0), mask=col < width)
+
+
+@triton.jit
+def _start_step(
+    tokens, slots, embedding, lengths, out, places, seen, filled, spare, d, D: tl.constexpr
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + n).to(tl.int64)
+    place = tl.where(slot < 0, spare, slot)
+    before = tl.load(lengths + place)
+    tl.store(places + n, place)
+    tl.store(seen + n, before)
+    tl.store(filled + n, tl.where(slot < 0, 0, before + 1).to(tl.int32))
+    if slot >= 0:
+        tl.store(lengths + place, before + 1)
+    row = embedding + tl.load(tokens + n) * d
+    for start in range(0, d, D):
+        col = start + tl.arange(0, D)
+        tl.store(out + n * d + col, tl.load(row + col, mask=col < d, other=0.0), mask=col < d)
+
+
+def _warps(values: int) -> int:
+    """So that a thread has up to 64 of them."""
+    return int(min(max(triton.next_power_of_2(values) // 2048, 4), 16))
+
+
+def mixed_products(
+    bank: Tensor, mix: StreamMix | None, gain: Tensor, eps: float, joined: Joined
+) -> list[Tensor]:
+    """See `openk3.ops.decoding.mixed_products`."""
+    query, key_gain, mix_eps = (gain, gain, 0.0) if mix is None else mix
+    ordinary, precise = torch.ops.openk3.mixed_products(
+        bank, query, key_gain, mix_eps, mix is not None and len(bank) > 1, gain, eps,
+        joined.matrix, joined.blocks, *_totals(joined),
+    )  # fmt: skip
+    return _apart(ordinary, precise, joined, bank.shape[1])
+
+
+def products(x: Tensor, joined: Joined) -> list[Tensor]:
+    """See `openk3.ops.decoding.products`."""
+    ordinary, precise = torch.ops.openk3.joined_products(x, joined.matrix, joined.blocks, *_totals(joined))
+    return _apart(ordinary, precise, joined, len(x))
+
+
+def _totals(joined: Joined) -> tuple[int, int]:
+    """Widths of the ordinary outputs together, and of the precise one."""
+    precise = joined.widths[-1] if joined.precise else 0
+    return sum(joined.widths) - precise, precise
+
+
+def _apart(ordinary: Tensor, precise: Tensor, joined: Joined, n: int) -> list[Tensor]:
+    outputs, start = [], 0
+    for width in joined.widths[: len(joined.widths) - joined.precise]:
+        outputs.append(ordinary[start * n : (start + width) * n].view(n, width))
+        start += width
+    return [*outputs, precise.view(n, joined.widths[-1])] if joined.precise else outputs
+
+
+@torch.library.custom_op("openk3::mixed_products", mutates_args=())
+def _mixed_products_op(
+    bank: Tensor, query: Tensor, key_gain: Tensor, mix_eps: float, mixes: bool, gain: Tensor, eps: float,
+    matrix: Tensor, blocks: Tensor, ordinary: int, precise: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    S, n, d = bank.shape
+    out, exact = bank.new_empty(n * ordinary), bank.new_empty(n * precise, dtype=wide(bank.dtype))
+    if not n:
+        return out, exact
+    if n <= FEW and d <= 1024:
+        D, SOURCES = triton.next_power_of_2(d), max(2, triton.next_power_of_2(S))
+        _mixed_products[(len(blocks),)](
+            bank, query, key_gain, gain, matrix, blocks, out, exact, n, S, d, mix_eps, eps,
+            SOURCES=SOURCES, D=D, COLUMNS=BLOCK, MIX=mixes, num_warps=_warps(max(SOURCES, BLOCK) * D),
+        )  # fmt: skip
+        return out, exact
+    if mixes:
+        from openk3.ops.attnres.kernels.operator import attnres
+
+        *rows, last = bank.unbind(0)
+        _, x, _, _ = attnres(rows, last, None, query, key_gain, gain, None, mix_eps, eps, False)
+    else:
+        from openk3.ops.norm.kernels import rms_norm
+
+        x = rms_norm(bank[0], gain, eps)
+    _launch_products(x, matrix, blocks, out, exact)
+    return out, exact
+
+
+def _launch_products(x: Tensor, matrix: Tensor, blocks: Tensor, out: Tensor, exact: Tensor) -> None:
+    n, d = x.shape
+    ROWS = 16 if n <= 16 else 64
+    _products[(len(blocks), triton.cdiv(n, ROWS))](
+        x, matrix, blocks, out, exact, n, d, ROWS=ROWS, COLUMNS=BLOCK, DEPTH=DEPTH, num_warps=4, num_stages=4
+    )
+
+
+@_mixed_products_op.register_fake
+def _(bank, query, key_gain, mix_eps, mixes, gain, eps, matrix, blocks, ordinary, precise):
+    n = bank.shape[1]
+    return bank.new_empty(n * ordinary), bank.new_empty(n * precise, dtype=wide(bank.dtype))
+
+
+@torch.library.custom_op("openk3::joined_products", mutates_args=())
+def _joined_products_op(
+    x: Tensor, matrix: Tensor, blocks: Tensor, ordinary: int, precise: int
+) -> tuple[Tensor, Tensor]:
+    n = len(x)
+    out, exact = x.new_empty(n * ordinary), x.new_empty(n * precise, dtype=wide(x.dtype))
+    if n:
+        _launch_products(x, matrix, blocks, out, exact)
+    return out, exact
+
+
+@_joined_products_op.register_fake
+def _(x, matrix, blocks, ordinary, precise):
+    n = x.shape[0]
+    return x.new_empty(n * ordinary), x.new_empty(n * precise, dtype=wide(x.dtype))
+
+
+def products_into(
+    out: Tensor,
+    weight: Tensor,
+    x: Tensor | None,
+    add: bool,
+    norm: tuple[Tensor, float] | None,
+    gate: Tensor | None,
+    unit: tuple[Tensor, Tensor, Activation] | None,
+) -> None:
+    """See `openk3.ops.decoding.products_into`."""
+    gain, eps = norm or (None, 0.0)
+    unit_gate, unit_up, activation = unit or (None, None, Activation())
+    torch.ops.openk3.products_into(
+        out, weight, x, add, gain, eps, gate, unit_gate, unit_up,
+        activation.kind, activation.gate_cap, activation.up_cap,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("openk3::products_into", mutates_args=("out",))
+def _products_into_op(
+    out: Tensor, weight: Tensor, x: Tensor | None, add: bool, gain: Tensor | None, eps: float,
+    gate: Tensor | None, unit_gate: Tensor | None, unit_up: Tensor | None,
+    kind: str, gate_cap: float, up_cap: float,
+) -> None:  # fmt: skip
+    n, d = out.shape
+    if not n:
+        return
+    a, b = 0 if x is None else x.shape[1], 0 if unit_gate is None else unit_gate.shape[1]
+    tiles = triton.cdiv(n, 16)
+    COLUMNS = 16 if tiles <= 4 else 64  # each column block makes what it multiplies again
+    _products_into[(triton.cdiv(d, COLUMNS), tiles)](
+        out, weight, x, gain, gate, unit_gate, unit_up, n, d, a, b, eps, gate_cap, up_cap,
+        ADD=add, X=x is not None, NORM=gain is not None, GATE=gate is not None,
+        UNIT="none" if unit_gate is None else kind, COARSE=bool(PTX) and out.dtype == torch.bfloat16,
+        ROWS=16, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=4, num_stages=4,
+    )  # fmt: skip
+
+
+@_products_into_op.register_fake
+def _(out, weight, x, add, gain, eps, gate, unit_gate, unit_up, kind, gate_cap, up_cap):
+    return None
+
+
+@torch.library.custom_op("openk3::choose_experts", mutates_args=())
+def choose_experts(
+    logits: Tensor, bias: Tensor, k: int, scaling_factor: float, renormalize: bool
+) -> tuple[Tensor, Tensor]:
+    """See `openk3.ops.decoding.choose_experts`."""
+    n, E = logits.shape
+    ids = torch.empty(n, k, dtype=torch.int64, device=logits.device)
+    weights = logits.new_empty(n, k)
+    if n:
+        _choose_experts[(n,)](
+            logits.contiguous(), bias, ids, weights, E, scaling_factor, k=k, RENORMALIZE=renormalize,
+            EXPERTS=max(32, triton.next_power_of_2(E)), K=triton.next_power_of_2(k), num_warps=1,
+        )  # fmt: skip
+    return ids, weights
+
+
+@choose_experts.register_fake
+def _(logits, bias, k, scaling_factor, renormalize):
+    n = logits.shape[0]
+    return logits.new_empty(n, k, dtype=torch.int64), logits.new_empty(n, k)
+
+
+@torch.library.custom_op("openk3::append_latents", mutates_args=("latents",))
+def append_latents(
+    compressed: Tensor, gain: Tensor, eps: float, latents: Tensor, places: Tensor, seen: Tensor
+) -> None:
+    """See `openk3.ops.decoding.append_latents`."""
+    n, width = compressed.shape
+    if n:
+        r = len(gain)
+        _append_latents[(n,)](
+            compressed, gain, latents, places, seen, latents.shape[1], r, width, eps,
+            LATENT=triton.next_power_of_2(r), SHARED=triton.next_power_of_2(max(1, width - r)),
+            num_warps=_warps(r),
+        )  # fmt: skip
+
+
+@append_latents.register_fake
+def _(compressed, gain, eps, latents, places, seen):
+    return None
+
+
+@torch.library.custom_op("openk3::start_step", mutates_args=("lengths", "out"))
+def start_step(
+    tokens: Tensor, slots: Tensor, embedding: Tensor, lengths: Tensor, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `openk3.ops.decoding.start_step`."""
+    n, d = out.shape
+    places, seen, filled = torch.empty_like(tokens), torch.empty_like(tokens), torch.empty_like(slots)
+    if n:
+        D = min(triton.next_power_of_2(d), 2048)
+        _start_step[(n,)](
+            tokens,
+            slots,
+            embedding,
+            lengths,
+            out,
+            places,
+            seen,
+            filled,
+            len(lengths) - 1,
+            d,
+            D=D,
+            num_warps=4,
+        )
+    return places, seen, filled
+
+
+@start_step.register_fake
+def _(tokens, slots, embedding, lengths, out):
+    return torch.empty_like(tokens), torch.empty_like(tokens), torch.empty_like(slots)
