@@ -13,6 +13,7 @@ from openk3.ops.decoding import (
     StreamMix,
     append_latents,
     choose_experts,
+    expert_sums,
     mixed_products,
     products,
     products_into,
@@ -130,7 +131,9 @@ def test_each_part_goes_into_the_stream_alone(part, implementation):
 @pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize(("E", "k"), [(6, 2), (40, 6), (5, 5)])
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_experts_are_the_best_by_biased_score_with_weights_without_the_bias(E, k, renormalize, implementation):
+def test_experts_are_the_best_by_biased_score_with_weights_without_the_bias(
+    E, k, renormalize, implementation
+):
     logits, bias = torch.randn(7, E), 0.3 * torch.randn(E)
     ids, weights = choose_experts(
         logits, bias, k, scaling_factor=2.5, renormalize=renormalize, implementation=implementation
@@ -147,6 +150,23 @@ def test_experts_are_the_best_by_biased_score_with_weights_without_the_bias(E, k
 def test_equal_scores_fall_to_the_lower_expert(implementation):
     ids, _ = choose_experts(torch.zeros(2, 50), torch.zeros(50), 4, implementation=implementation)
     assert ids.tolist() == [[0, 1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("kind", ["situ", "swiglu"])
+def test_experts_of_each_row_are_summed_by_weight(kind, implementation):
+    n, k, E, L, F, activation = 3, 2, 5, 24, 40, Activation(kind)
+    x, weights = torch.randn(n, L), torch.rand(n, k)
+    w1, w3, w2 = torch.randn(E, F, L), torch.randn(E, F, L), torch.randn(E, L, F)
+    ids = torch.tensor([[4, 0], [2, 4], [1, 3]])
+    u = expert_sums(x, ids, weights, w1, w3, w2, activation, implementation=implementation)
+    right = torch.zeros(n, L, dtype=f64)
+    for t in range(n):
+        for s in range(k):
+            gate, up, down = (w[ids[t, s]].to(f64) for w in (w1, w3, w2))
+            row = x[t].to(f64)
+            right[t] += weights[t, s] * (down @ unit(gate @ row, up @ row, activation))
+    assert relative_error(u, right) < 1e-5
 
 
 @pytest.mark.parametrize("implementation", BOTH)

@@ -7,13 +7,15 @@ import torch
 from openk3.model.decoding.slots import Rows
 from openk3.model.ffn import GatedFfn
 from openk3.model.moe import LatentMoe
-from openk3.ops.decoding import Joined, choose_experts, products_into
+from openk3.ops.decoding import Joined, choose_experts, expert_sums, products_into
 from openk3.ops.dispatch import Implementation, choose
 from openk3.ops.moe import KERNEL as EXPERTS
-from openk3.ops.moe import Routing, expert_ffn, expert_ffn_few, plan
-from openk3.ops.precision import cast, wide, widen
+from openk3.ops.moe import expert_ffn, plan
 
 Tensor = torch.Tensor
+
+FEW_ROWS = 4
+"""Up to so many go to experts one by one: they share few, and grouping them takes five launches more."""
 
 
 class Dense:
@@ -69,13 +71,9 @@ class Moe:
     def _experts(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """sum_i p_i E_i(z): `[n, l]`."""
         w, activation = self.experts, self.activation
-        if choose("expert_ffn", z, self.implementation, by_default=EXPERTS.checked) == "triton":
+        grouped = choose("expert_ffn", z, self.implementation, by_default=EXPERTS.checked) == "triton"
+        if grouped and len(z) > FEW_ROWS:
             table = plan(ids, len(w.w1), implementation="triton")
             return expert_ffn(z, weights, table, w.w1, w.w3, w.w2, activation, implementation="triton")
-        if z.device.type == "cpu":
-            return expert_ffn_few(z, Routing(ids, weights, weights, weights), w.w1, w.w3, w.w2, activation)
-        # Each row's experts copied together: several times the bytes, but on the device alone.
-        gate, up = (torch.einsum("nl,nkfl->nkf", z, weight[ids]) for weight in (w.w1, w.w3))
-        out = torch.einsum("nkf,nklf->nkl", activation(gate, up), w.w2[ids])
-        p = cast(weights, wide(z.dtype))
-        return (widen(out) * p.unsqueeze(-1)).sum(1).to(z.dtype)
+        chosen = self.implementation
+        return expert_sums(z, ids, weights, w.w1, w.w3, w.w2, activation, implementation=chosen)

@@ -22,6 +22,7 @@ __all__ = [
     "StreamMix",
     "append_latents",
     "choose_experts",
+    "expert_sums",
     "mixed_products",
     "products",
     "products_into",
@@ -35,6 +36,7 @@ KERNELS = tuple(
         ("products", "any widths; bf16, fp16 or fp32"),
         ("products_into", "any widths; bf16, fp16 or fp32"),
         ("choose_experts", "float32 logits of up to 4,096 experts"),
+        ("expert_sums", "experts of widths to 4,096, stacked and contiguous; bf16, fp16 or fp32"),
         ("append_latents", "latents of up to 8,192; bf16, fp16 or fp32"),
         ("start_step", "any width; not float64"),
     )
@@ -204,6 +206,48 @@ def choose_experts(
     from openk3.ops.decoding import eager
 
     return eager.choose_experts(logits, bias, k, scaling_factor, renormalize)
+
+
+def expert_sums(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    activation: Activation,
+    *,
+    implementation: Implementation | None = None,
+) -> Tensor:
+    """sum_s weights_s E_ids_s(x) of each row, as `expert_ffn`: for so few rows that they share no expert.
+
+    Args:
+        x: `[n, l]`, contiguous. ids: int64 `[n, k]`, not checked. weights: `[n, k]`, at least fp32.
+        w1, w3: `[E, F, l]`, w2: `[E, l, F]`, in x's dtype.
+        activation: the gated unit.
+        implementation: as in `mixed_products`. Either reads an expert once for each row that goes there.
+
+    Returns:
+        `[n, l]` in x's dtype, summed over slots in order, in at least fp32.
+
+    Raises:
+        InvalidInput: shapes do not fit.
+        KernelUnavailable: the forced implementation cannot run here.
+    """
+    shapes = [tuple(t.shape) for t in (x, ids, weights, w1, w3, w2)]
+    E, F, L = w1.shape
+    n, k = ids.shape
+    if shapes != [(n, L), (n, k), (n, k), (E, F, L), (E, F, L), (E, L, F)]:
+        raise InvalidInput(
+            f"expert_sums: got {shapes}; "
+            "want x [n, l], ids and weights [n, k], w1 and w3 [E, F, l], w2 [E, l, F]"
+        )
+    fits = max(F, L) <= 4096 and all(t.is_contiguous() for t in (x, ids, weights, w1, w3, w2))
+    if choose("expert_sums", x, implementation, kernels=fits, by_default=CHECKED) == "triton":
+        from openk3.ops.decoding.kernels import expert_sums as run
+    else:
+        from openk3.ops.decoding.eager import expert_sums as run
+    return run(x, ids, weights, w1, w3, w2, activation)
 
 
 def append_latents(

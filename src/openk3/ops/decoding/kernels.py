@@ -168,6 +168,44 @@ def _choose_experts(
 
 
 @triton.jit
+def _expert_units(
+    x, ids, w1, w3, hidden, F, L, gate_cap, up_cap,
+    k: tl.constexpr, UNIT: tl.constexpr, COARSE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    e = tl.load(ids + pair)
+    feature = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+    col = tl.arange(0, WIDTH)[None, :]
+    place = (e * F + feature) * L + col
+    inside = (feature < F) & (col < L)
+    gate = tl.load(w1 + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(w3 + place, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(x + pair // k * L + col, mask=col < L, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = x.dtype.element_ty
+    g = tl.sum(gate * row, 1, keep_dims=True)
+    u = tl.sum(up * row, 1, keep_dims=True)
+    y = gated_unit(g, u, gate_cap, up_cap, UNIT, COARSE)
+    tl.store(hidden + pair * F + feature, y.to(dtype), mask=feature < F)
+
+
+@triton.jit
+def _expert_sums(
+    hidden, ids, weights, w2, out, F, L, k: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+    feature = tl.arange(0, WIDTH)[None, :]
+    inside = (c < L) & (feature < F)
+    total = tl.zeros([COLUMNS, 1], tl.float32)
+    for s in tl.static_range(k):
+        e = tl.load(ids + t * k + s)
+        w = tl.load(w2 + (e * L + c) * F + feature, mask=inside, other=0.0).to(tl.float32)
+        row = tl.load(hidden + (t * k + s) * F + feature, mask=feature < F, other=0.0).to(tl.float32)
+        total += tl.sum(w * row, 1, keep_dims=True) * tl.load(weights + t * k + s)
+    tl.store(out + t * L + c, total.to(out.dtype.element_ty), mask=c < L)
+
+
+@triton.jit
 def _append_latents(
     compressed, gain, latents, places, seen, length, r, width, eps,
     LATENT: tl.constexpr, SHARED: tl.constexpr,
@@ -363,6 +401,41 @@ def choose_experts(
 def _(logits, bias, k, scaling_factor, renormalize):
     n = logits.shape[0]
     return logits.new_empty(n, k, dtype=torch.int64), logits.new_empty(n, k)
+
+
+def expert_sums(
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, activation: Activation
+) -> Tensor:
+    """See `openk3.ops.decoding.expert_sums`."""
+    out: Tensor = torch.ops.openk3.expert_sums(
+        x, ids, weights, w1, w3, w2, activation.kind, activation.gate_cap, activation.up_cap
+    )
+    return out
+
+
+@torch.library.custom_op("openk3::expert_sums", mutates_args=())
+def _expert_sums_op(
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor,
+    kind: str, gate_cap: float, up_cap: float,
+) -> Tensor:  # fmt: skip
+    (n, L), k, F = x.shape, ids.shape[1], w1.shape[1]
+    out = torch.empty_like(x)
+    if n:
+        hidden = x.new_empty(n * k, F)
+        _expert_units[(n * k, triton.cdiv(F, 16))](
+            x, ids, w1, w3, hidden, F, L, gate_cap, up_cap, k=k, UNIT=kind,
+            COARSE=bool(PTX) and x.dtype == torch.bfloat16, WIDTH=triton.next_power_of_2(L), COLUMNS=16,
+            num_warps=_warps(16 * L),
+        )  # fmt: skip
+        _expert_sums[(n, triton.cdiv(L, 4))](
+            hidden, ids, weights, w2, out, F, L, k=k, WIDTH=triton.next_power_of_2(F), COLUMNS=4, num_warps=4
+        )
+    return out
+
+
+@_expert_sums_op.register_fake
+def _(x, ids, weights, w1, w3, w2, kind, gate_cap, up_cap):
+    return torch.empty_like(x)
 
 
 @torch.library.custom_op("openk3::append_latents", mutates_args=("latents",))
