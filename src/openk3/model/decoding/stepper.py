@@ -41,6 +41,9 @@ class BatchStepper:
         graphs: capture and replay CUDA graphs; by default where the model lies on a CUDA device.
         implementation: of every operator in a step; by default each takes the fastest that a card has run.
 
+    Attributes:
+        memory: the slots.
+
     Raises:
         InvalidInput: the model is of another kind, or there is no room for a token.
     """
@@ -57,10 +60,10 @@ class BatchStepper:
         if not self.suits(model):
             raise InvalidInput("BatchStepper: the model must be a K3 with local seams and without hooks")
         with torch.inference_mode():
-            self._memory = Slots(model.config, slots, length, model.embed_tokens.weight.dtype, model.device)
+            self.memory = Slots(model.config, slots, length, model.embed_tokens.weight.dtype, model.device)
             self._layers = [
                 _Layer(layer, memory, implementation)  # type: ignore[arg-type]  # a ModuleList forgets its kind
-                for layer, memory in zip(model.layers, self._memory.layers, strict=True)
+                for layer, memory in zip(model.layers, self.memory.layers, strict=True)
             ]
             self._embedding, self._head = model.embed_tokens.weight, model.head_weight
             mix = model.output_attn_res_proj, model.output_attn_res_norm
@@ -84,7 +87,7 @@ class BatchStepper:
     @torch.inference_mode()
     def load(self, slots: list[int], state: DecodeState, lengths: list[int]) -> None:
         """Put the sequences of `state`, which have seen `lengths` tokens, into `slots`; see `Slots.load`."""
-        self._memory.load(slots, state, lengths)
+        self.memory.load(slots, state, lengths)
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
@@ -109,7 +112,7 @@ class BatchStepper:
 
     def _step(self, tokens: Tensor, slots: Tensor) -> Tensor:
         stream = _Stream(self._embedding, len(tokens), self._sources)
-        rows = stream.start(tokens, slots, self._memory.lengths, self._implementation)
+        rows = stream.start(tokens, slots, self.memory.lengths, self._implementation)
         for layer in self._layers:
             layer(stream, rows)
         return F.linear(self._read(stream), self._head)

@@ -1,0 +1,273 @@
+"""Decoding with the recipe r1 on a GPU: a step of 1, 64 and 256 sequences at context 2,048, as CUDA graphs.
+
+    python bench/decode_r1.py [h200] [--profile] [--variants]
+
+First logits are compared with the whole forward in float64, on four layers of r1. Then `r1_decode_b1`, `_b64`
+and `_b256`: the share of the byte floor that a greedy step reaches, logits and choice included. The floor
+counts what must be read and written whatever the code: weights of the experts that tokens really go to, KDA
+states twice, MLA latents, the head; at the bandwidth of a copy. States are random, tokens are those that
+the model chooses. The peer is the plain loop: `K3.forward` on each step's tokens.
+`--profile` prints a step's kernels by time; `--variants` tries sizes that the code fixes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections import defaultdict
+from unittest.mock import patch
+
+import torch
+from gpu_timing import ceilings
+from rows import merge, row
+
+from openk3.config import ModelConfig
+from openk3.config.presets import preset
+from openk3.model import K3, DecodeState, KdaState, MlaState
+from openk3.model.decoding import BatchStepper, ffn
+from openk3.model.decoding.slots import KdaSlots
+from openk3.ops.decoding import choose_experts
+
+Tensor = torch.Tensor
+CONTEXT = 2048
+R1 = preset("r1")
+LIMIT = 2.0  # times the plain loop's error: experts that nearly tie fall differently in each
+
+
+def filled(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> K3:
+    """A random model whose sublayers all matter."""
+    make = torch.Generator("cuda").manual_seed(0)
+    model = K3(config, dtype=dtype, device="cuda")
+    with torch.no_grad():
+        for name, x in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("norm.weight"):
+                x.fill_(1)
+            elif "dt_bias" in name:
+                x.normal_(-3, 1, generator=make)
+            elif "A_log" in name or "e_score_correction_bias" in name:
+                x.zero_()
+            else:
+                x.normal_(0, x.shape[-1] ** -0.5, generator=make)
+    return model.eval()
+
+
+def in_float64(model: K3) -> K3:
+    other = K3(model.config, dtype=torch.float64, device="cuda")
+    other.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
+    return other.eval()
+
+
+@torch.inference_mode()
+def check(n: int, steps: int = 4) -> str:
+    """Relative L2 errors of a step's logits: ours and the plain loop's, over `steps` steps after prompts."""
+    model = filled(R1.model_copy(update={"num_layers": 4, "vocab_size": 4096}))
+    exact = in_float64(model)
+    make = torch.Generator().manual_seed(n)
+    lengths = torch.randint(1, 70, (n,), generator=make).tolist()
+    tokens = torch.randint(0, 4096, (sum(lengths),), generator=make).cuda()
+    cu = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    states = {name: each(tokens, cu).state for name, each in (("plain", model), ("exact", exact))}
+    stepper = BatchStepper(model, n + 1, 128, implementation="triton")
+    slots = torch.randperm(n + 1, generator=make)[:n]
+    stepper.load(slots.tolist(), states["plain"], lengths)
+    ours, plain = [], []
+    one_each = torch.arange(n + 1, dtype=torch.int32, device="cuda")
+    for _ in range(steps):
+        tokens = torch.randint(0, 4096, (n,), generator=make).cuda()
+        logits = {"ours": stepper(tokens, slots.int().cuda()).double()}
+        for name, each in (("plain", model), ("exact", exact)):
+            out = each(tokens, one_each, state=states[name])
+            states[name] = out.state
+            logits[name] = each.logits(out.hidden).double()
+        right = logits["exact"]
+        ours.append(float((logits["ours"] - right).norm() / right.norm()))
+        plain.append(float((logits["plain"] - right).norm() / right.norm()))
+    mine, theirs = (sum(errors) / steps for errors in (ours, plain))
+    verdict = "ok" if mine < LIMIT * theirs else "WRONG"
+    return f"{verdict}: n={n}, relative L2 error of logits {mine:.2e}, of the plain loop's {theirs:.2e}"
+
+
+class Sequences:
+    """n sequences of CONTEXT tokens in random states, continued greedily."""
+
+    def __init__(self, model: K3, n: int) -> None:
+        self.model, self.n = model, n
+        self.stepper = BatchStepper(model, n, CONTEXT + 256, implementation="triton")
+        self.slots = torch.arange(n, dtype=torch.int32, device="cuda")
+        self.tokens = torch.randint(0, R1.vocab_size, (n,), device="cuda")
+        self.rewind()
+        with torch.inference_mode():
+            for layer in self.stepper.memory.layers:
+                if isinstance(layer, KdaSlots):
+                    layer.S.normal_(0, 0.1)
+                    layer.conv.normal_()
+                else:
+                    layer.latents.normal_()
+
+    def rewind(self) -> None:
+        with torch.inference_mode():
+            self.stepper.memory.lengths[:-1].fill_(CONTEXT)
+
+    def step(self) -> None:
+        self.tokens = self.stepper(self.tokens, self.slots).argmax(-1)
+
+    def milliseconds(self, steps: int = 100) -> float:
+        """Of a step, in a row of steps that the host launches without waiting."""
+        self.rewind()
+        for _ in range(10):
+            self.step()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(steps):
+            self.step()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / steps
+
+    @torch.inference_mode()
+    def experts_hit(self) -> int:
+        """Different experts that a step's tokens go to, added up over layers."""
+        ids: list[Tensor] = []
+
+        def recorded(*arguments: object, **options: object) -> tuple[Tensor, Tensor]:
+            chosen = choose_experts(*arguments, **options)  # type: ignore[arg-type]
+            ids.append(chosen[0])
+            return chosen
+
+        with patch.object(ffn, "choose_experts", recorded):
+            self.stepper._step(self.tokens, self.slots)
+        return sum(len(layer.unique()) for layer in ids)
+
+    @torch.inference_mode()
+    def plain_milliseconds(self, steps: int = 3) -> float:
+        """The same by the whole forward, states of the same sizes."""
+        layers: list[KdaState | MlaState] = []
+        borders = torch.arange(self.n + 1, dtype=torch.int32, device="cuda")
+        for layer in self.stepper.memory.layers:
+            if isinstance(layer, KdaSlots):
+                layers.append(KdaState(layer.S[: self.n].clone(), layer.conv[: self.n].clone()))
+            else:
+                latents = layer.latents[: self.n, :CONTEXT].flatten(0, 1)
+                layers.append(MlaState(latents, borders * CONTEXT))
+        state = DecodeState(tuple(layers), torch.full((self.n,), CONTEXT, device="cuda", dtype=torch.int32))
+        times, tokens = [], self.tokens
+        for _ in range(steps):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            out = self.model(tokens, borders, state=state)
+            tokens = self.model.logits(out.hidden).argmax(-1)
+            end.record()
+            end.synchronize()
+            state = out.state
+            times.append(start.elapsed_time(end))
+        return min(times)
+
+    def profile(self) -> None:
+        """Kernels of five steps: time of one step, launches in it."""
+        self.rewind()
+        for _ in range(3):
+            self.step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+            for _ in range(5):
+                self.step()
+            torch.cuda.synchronize()
+        kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+        for event in trace.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                kernels[event.name][0] += event.device_time / 5
+                kernels[event.name][1] += 1 / 5
+        total = sum(time for time, _ in kernels.values())
+        print(f"b{self.n}: {total:.0f} us in {sum(count for _, count in kernels.values()):.0f} kernels")
+        for name, (time, count) in sorted(kernels.items(), key=lambda item: -item[1][0])[:16]:
+            print(f"  {time:8.1f} us  {count:5.1f} x {time / count:6.2f}  {name[:90]}")
+
+
+def floor_bytes(n: int, experts: int) -> dict[str, float]:
+    """What a step moves at least, in bytes."""
+    kda, mla, moe, d = R1.kda, R1.mla, R1.moe, R1.hidden_size
+    assert kda and mla and moe
+    mla_layers = len(R1.mla_layer_numbers)
+    return {
+        "experts": experts * 3 * moe.expert_width * (moe.latent_width or d) * 2,
+        "KDA states": n * (R1.num_layers - mla_layers) * kda.num_heads * kda.head_dim**2 * 4 * 2,
+        "MLA latents": n * mla_layers * CONTEXT * (mla.kv_lora_rank + mla.qk_rope_head_dim) * 2,
+        "head": R1.vocab_size * d * 2,
+    }
+
+
+def measure(model: K3, n: int, bandwidth: float, profile: bool) -> dict[str, object]:
+    sequences = Sequences(model, n)
+    time = sequences.milliseconds()
+    experts = sequences.experts_hit()
+    parts = floor_bytes(n, experts)
+    floor = 1e3 * sum(parts.values()) / bandwidth
+    if profile:
+        sequences.profile()
+    try:
+        plain = sequences.plain_milliseconds()
+    except Exception:  # noqa: BLE001 - a peer that fails must not take our row with it
+        traceback.print_exc()
+        plain = float("inf")
+    amounts = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in parts.items())
+    print(f"r1_decode_b{n}: {time:.4f} ms, floor {floor:.4f} ms, plain loop {plain:.2f} ms; {amounts}")
+    peers = {"plain loop": floor / plain} if plain < float("inf") else {}
+    hit = f"{experts} experts hit in {R1.num_layers - R1.dense_layers} layers"
+    shape = f"{n} sequences, context {CONTEXT}, bf16, greedy, {time:.4g} ms; floor: {amounts} ({hit})"
+    return row(f"r1_decode_b{n}", floor / time, "share", "higher", peers=peers, floor=1.0, shape=shape)
+
+
+def variants(model: K3) -> None:
+    """Sizes that the code fixes, each alone."""
+    from openk3.ops.decoding import kernels
+
+    for n in (1, 4, 8, 64):
+        for name, module, values in (
+            ("FEW", kernels, (1, 4, 16)),
+            ("FEW_ROWS", ffn, (1, 4, 16)),
+            ("DEPTH", kernels, (64, 128, 256)),
+        ):
+            for value in values:
+                with patch.object(module, name, value):
+                    try:
+                        time = Sequences(model, n).milliseconds(50)
+                        print(f"n={n} {name}={value}: {time:.4f} ms", flush=True)
+                    except Exception:  # noqa: BLE001 - the next variant may run
+                        traceback.print_exc()
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("device", nargs="?")
+    options.add_argument("--profile", action="store_true")
+    options.add_argument("--variants", action="store_true")
+    given = options.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("decode_r1: needs a CUDA device")
+    failed = False
+    for n in (1, 3, 5, 64):
+        try:
+            verdict = check(n)
+        except Exception:  # noqa: BLE001 - the next size may run
+            traceback.print_exc()
+            verdict = f"WRONG: n={n} did not run"
+        failed |= verdict.startswith("WRONG")
+        print(verdict, flush=True)
+    model, rows = filled(R1), []
+    bandwidth = ceilings().bandwidth
+    for n in (1, 64, 256):
+        try:
+            rows.append(measure(model, n, bandwidth, given.profile))
+        except Exception:  # noqa: BLE001 - the other rows may run
+            traceback.print_exc()
+            failed = True
+    if given.variants:
+        variants(model)
+    if given.device and not failed:
+        print(merge(rows, given.device))
+    if failed:
+        sys.exit("decode_r1: something failed; no row was kept")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Decoding of many sequences on a GPU: against float64, as a graph and without, to the bit, and by slots.
+
+Run with `pytest -m gpu tests/gpu`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from openk3.config.presets import preset
+from openk3.model import K3, DecodeState
+from openk3.model.decoding import BatchStepper
+from openk3.model.decoding.batch import generate_batch
+from openk3.model.generate import Sampling, generate
+from openk3.ops.activation import Activation
+from openk3.ops.decoding import (
+    Joined,
+    StreamMix,
+    append_latents,
+    choose_experts,
+    expert_sums,
+    mixed_products,
+    products_into,
+)
+from ops.closeness import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# r1's widths and layers of both kinds, with a small head.
+CONFIG = preset("r1").model_copy(update={"num_layers": 4, "vocab_size": 4096})
+GREEDY = Sampling(temperature=0)
+f64 = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def filled(dtype: torch.dtype) -> K3:
+    """A random model whose sublayers all matter."""
+    make = torch.Generator("cuda").manual_seed(0)
+    model = K3(CONFIG, dtype=dtype, device="cuda")
+    with torch.no_grad():
+        for name, x in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("norm.weight"):
+                x.fill_(1)
+            elif "dt_bias" in name:
+                x.normal_(-3, 1, generator=make)
+            elif "A_log" in name or "e_score_correction_bias" in name:
+                x.zero_()
+            else:
+                x.normal_(0, x.shape[-1] ** -0.5, generator=make)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> K3:
+    return filled(torch.bfloat16)
+
+
+def in_float64(model: K3) -> K3:
+    exact = K3(CONFIG, dtype=f64, device="cuda")
+    exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
+    return exact.eval()
+
+
+def packed(n: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Prompts of 1 to 99 tokens."""
+    make = torch.Generator().manual_seed(n)
+    lengths = torch.randint(1, 100, (n,), generator=make).tolist()
+    tokens = torch.randint(0, CONFIG.vocab_size, (sum(lengths),), generator=make)
+    return tokens.cuda(), torch.tensor([0, *lengths]).cumsum(0).int().cuda(), lengths
+
+
+@torch.inference_mode()
+def after(model: K3, tokens: torch.Tensor, cu: torch.Tensor, state: DecodeState | None = None):
+    out = model(tokens, cu, state=state)
+    return model.logits(out.hidden), out.state
+
+
+def loaded(model: K3, n: int, **options) -> tuple[BatchStepper, torch.Tensor, DecodeState]:
+    """A stepper with n prompts in shuffled slots, those slots, and the state that was put in."""
+    tokens, cu, lengths = packed(n)
+    _, state = after(model, tokens, cu)
+    slots = torch.randperm(n + 2, generator=torch.Generator().manual_seed(n))[:n]
+    stepper = BatchStepper(model, n + 2, 128, **options)
+    stepper.load(slots.tolist(), state, lengths)
+    return stepper, slots.int().cuda(), state
+
+
+def errors(model: K3, exact: K3, n: int, steps: int) -> tuple[float, float]:
+    """Mean relative L2 errors of logits: the stepper's, and the whole forward's in the model's dtype."""
+    stepper, slots, state = loaded(model, n, implementation="triton")
+    tokens, cu, _ = packed(n)
+    _, right_state = after(exact, tokens, cu)
+    borders = torch.arange(n + 1, dtype=torch.int32, device="cuda")
+    mine, plain = 0.0, 0.0
+    for _ in range(steps):
+        tokens = torch.randint(0, CONFIG.vocab_size, (n,), device="cuda")
+        logits = stepper(tokens, slots)
+        whole, state = after(model, tokens, borders, state)
+        right, right_state = after(exact, tokens, borders, right_state)
+        mine += relative_error(logits, right) / steps
+        plain += relative_error(whole, right) / steps
+    return mine, plain
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_logits_in_fp32_are_those_of_the_model_in_float64(n):
+    model = filled(torch.float32)
+    mine, _ = errors(model, in_float64(model), n, steps=4)
+    assert mine < 1e-3
+
+
+@pytest.mark.parametrize("n", [1, 3, 4, 5, 17, 64])
+def test_logits_in_bf16_are_as_near_as_the_whole_forward(model, n):
+    mine, plain = errors(model, in_float64(model), n, steps=6)
+    assert mine < 2 * plain  # experts that nearly tie fall differently in each
+
+
+@pytest.mark.parametrize("implementation", ["eager", "triton", None])
+@pytest.mark.parametrize("n", [1, 6])
+def test_a_graph_computes_what_the_step_does_to_the_bit(model, n, implementation):
+    results = []
+    for graphs in (True, False):
+        stepper, slots, _ = loaded(model, n, graphs=graphs, implementation=implementation)
+        tokens = torch.arange(n, device="cuda")
+        steps = [stepper(tokens + i, slots).clone() for i in range(3)]
+        layers = [x.clone() for layer in stepper.memory.layers for x in vars(layer).values()]
+        results.append([*steps, *layers, stepper.memory.lengths.clone()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_rows_of_no_sequence_change_no_slot_and_no_other_row(model):
+    stepper, slots, _ = loaded(model, 6, implementation="triton")
+    before = [x[:-1].clone() for layer in stepper.memory.layers for x in vars(layer).values()]
+    nobody = torch.full_like(slots, -1)
+    for _ in range(3):
+        assert stepper(torch.arange(6, device="cuda"), nobody).isfinite().all()
+    after = [x[:-1] for layer in stepper.memory.layers for x in vars(layer).values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    other, _, _ = loaded(model, 6, implementation="triton")
+    some = torch.where(torch.arange(6, device="cuda") % 2 == 0, slots, -1)
+    tokens = torch.arange(6, device="cuda") + 40
+    mine, whole = stepper(tokens, some), other(tokens, slots)
+    assert torch.equal(mine[::2], whole[::2])
+
+
+def test_generate_writes_what_generate_batch_writes_one_at_a_time(model):
+    prompts = [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
+    alone = [list(generate(model, prompt, 20, sampling=GREEDY)) for prompt in prompts]
+    for at_once, runs in ((1, 1), (3, 2)):
+        texts = []
+        for _ in range(runs):
+            written = [[] for _ in prompts]
+            for number, token in generate_batch(model, prompts, 20, sampling=GREEDY, at_once=at_once):
+                written[number].append(token)
+            texts.append(written)
+        assert all(text == texts[0] for text in texts)
+        assert [len(text) for text in texts[0]] == [20] * 3
+        if at_once == 1:
+            assert texts[0] == alone
+
+
+def normed(x: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+@pytest.mark.parametrize(("S", "n"), [(1, 1), (13, 1), (7, 4), (13, 5), (4, 64), (13, 256)])
+def test_products_of_a_mix_at_r1_widths(S, n):
+    bank = torch.randn(S, n, 512, device="cuda").bfloat16()
+    weights = [(torch.randn(w, 512, device="cuda") / 22).bfloat16() for w in (1536, 512, 4, 256)]
+    query, ones = torch.randn(512, device="cuda").bfloat16(), torch.ones(512, device="cuda").bfloat16()
+    mix = StreamMix(query, ones, 1e-5)
+    outputs = mixed_products(
+        bank, mix, ones, 1e-5, Joined.of(*weights[:3], precise=weights[3]), implementation="triton"
+    )
+    wide = bank.to(f64)
+    shares = torch.softmax(torch.einsum("snd,d->sn", normed(wide), query.to(f64)), 0)
+    x = normed(torch.einsum("sn,snd->nd", shares, wide))
+    for out, weight in zip(outputs, weights, strict=True):
+        assert relative_error(out, x @ weight.to(f64).T) < 6e-3
+    assert outputs[3].dtype == torch.float32
+
+
+@pytest.mark.parametrize("n", [1, 4, 33, 256])
+def test_what_goes_into_the_stream_at_r1_widths(n):
+    out, u = (torch.randn(n, width, device="cuda").bfloat16() for width in (512, 256))
+    gate, up = (3 * torch.randn(n, 832, device="cuda").bfloat16() for _ in range(2))
+    weight = (torch.randn(512, 256 + 832, device="cuda") / 33).bfloat16()
+    g, v = gate.to(f64), up.to(f64)
+    hidden = 4 * (g / 4).tanh() * g.sigmoid() * 25 * (v / 25).tanh()
+    right = out.to(f64) + torch.cat([normed(u.to(f64)), hidden], 1) @ weight.to(f64).T
+    ones = torch.ones(256, device="cuda").bfloat16()
+    products_into(
+        out, weight, u, add=True, norm=(ones, 1e-5), unit=(gate, up, Activation()), implementation="triton"
+    )
+    assert relative_error(out, right) < 6e-3
+
+
+@pytest.mark.parametrize("n", [1, 4, 300])
+def test_experts_are_chosen_and_summed_at_r1_widths(n):
+    logits, bias = torch.randn(n, 256, device="cuda"), 0.1 * torch.randn(256, device="cuda")
+    ids, weights = choose_experts(logits, bias, 6, implementation="triton")
+    eager = choose_experts(logits, bias, 6, implementation="eager")
+    assert torch.equal(ids, eager[0]) and relative_error(weights, eager[1]) < 1e-5
+    x = torch.randn(n, 256, device="cuda").bfloat16()
+    w1, w3 = ((torch.randn(256, 416, 256, device="cuda") / 16).bfloat16() for _ in range(2))
+    w2 = (torch.randn(256, 256, 416, device="cuda") / 20).bfloat16()
+    u = expert_sums(x[:4], ids[:4], weights[:4], w1, w3, w2, Activation(), implementation="triton")
+    right = torch.zeros(len(u), 256, dtype=f64, device="cuda")
+    for t in range(len(u)):
+        for s in range(6):
+            e = ids[t, s]
+            g, v = w1[e].to(f64) @ x[t].to(f64), w3[e].to(f64) @ x[t].to(f64)
+            hidden = 4 * (g / 4).tanh() * g.sigmoid() * 25 * (v / 25).tanh()
+            right[t] += weights[t, s] * (w2[e].to(f64) @ hidden)
+    assert relative_error(u, right) < 6e-3
+
+
+def test_a_latent_is_normed_on_its_way():
+    compressed, latents = (torch.randn(*s, 320, device="cuda").bfloat16() for s in ((5,), (7, 64)))
+    right, gain = latents.to(f64), torch.ones(256, device="cuda").bfloat16()
+    places, seen = torch.tensor([6, 0, 3, 2, 5]).cuda(), torch.tensor([0, 63, 5, 70, 9]).cuda()
+    wide = compressed.to(f64)
+    right[places, seen.clamp(max=63)] = torch.cat([normed(wide[:, :256]), wide[:, 256:]], 1)
+    append_latents(compressed, gain, 1e-5, latents, places, seen, implementation="triton")
+    assert relative_error(latents, right) < 3e-3
