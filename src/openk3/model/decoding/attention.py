@@ -9,6 +9,7 @@ from openk3.model.decoding.projections import fold
 from openk3.model.decoding.slots import KdaSlots, MlaSlots, Rows
 from openk3.model.kda import KdaAttention
 from openk3.model.mla import MlaAttention
+from openk3.ops.attention import mla_decode
 from openk3.ops.decoding import Joined, append_latents, products_into
 from openk3.ops.dispatch import Implementation, choose
 from openk3.ops.kda import kda_step
@@ -112,22 +113,15 @@ class Mla:
         if self.to_keys is not None:
             content = torch.bmm(q[..., : self.nope].transpose(0, 1), self.to_keys).transpose(0, 1)
             q = torch.cat([content, q[..., self.nope :]], -1)
-        latents = self.memory.latents
         append_latents(
-            compressed, norm.weight, norm.eps, latents, rows.places, rows.seen,
+            compressed, norm.weight, norm.eps, self.memory.latents, rows.places, rows.seen,
             implementation=self.implementation,
         )  # fmt: skip
-        mixed = self._attend(q, rows)  # [n, H, r]
-        values = torch.bmm(mixed.transpose(0, 1), self.to_values).transpose(0, 1).reshape(n, -1)
+        r, pages = self.r, self.memory.pages
+        mixed, _ = mla_decode(
+            q[:, None, :, :r], q[:, None, :, r:], pages, rows.pages, rows.filled,
+            scale=self.scale, implementation=self.implementation,
+        )  # [n, 1, H, r]  # fmt: skip
+        values = torch.bmm(mixed[:, 0].transpose(0, 1), self.to_values).transpose(0, 1).reshape(n, -1)
         gate_logits = gate[0] if gate else None
         products_into(out, self.out, values, add=add, gate=gate_logits, implementation=self.implementation)
-
-    def _attend(self, q: Tensor, rows: Rows) -> Tensor:
-        """Queries `[n, H, r + shared]` over the latents of their own sequences: `[n, H, r]`."""
-        memory = self.memory.latents
-        longest = int(rows.seen.max()) + 1 if memory.device.type == "cpu" else memory.shape[1]
-        known = widen(memory[rows.places, :longest])
-        scores = torch.einsum("nhw,nlw->nhl", widen(q), known).mul_(self.scale)
-        later = torch.arange(longest, device=q.device) > rows.seen.unsqueeze(1)
-        weights = scores.masked_fill_(later.unsqueeze(1), -torch.inf).softmax(-1)
-        return torch.einsum("nhl,nlr->nhr", weights, known[..., : self.r]).to(q.dtype)

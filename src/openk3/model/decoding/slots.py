@@ -19,6 +19,8 @@ from openk3.ops.precision import wide
 
 Tensor = torch.Tensor
 
+PAGE = 64
+
 
 @dataclass(frozen=True)
 class KdaSlots:
@@ -30,9 +32,17 @@ class KdaSlots:
 
 @dataclass(frozen=True)
 class MlaSlots:
-    """`latents`: `[slots + 1, length, r + shared]`: normed latent, then raw shared key, of each token."""
+    """`latents`: `[slots + 1, length, r + shared]`: normed latent, then raw shared key, of each token.
+
+    `length` is a multiple of PAGE here.
+    """
 
     latents: Tensor
+
+    @property
+    def pages(self) -> Tensor:
+        """The same as `[pages, PAGE, r + shared]`; a slot's pages follow each other."""
+        return self.latents.view(-1, PAGE, self.latents.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -41,12 +51,14 @@ class Rows:
 
     slots: int32 `[n]`, -1 for a row of no sequence. places: int64 `[n]`, the slot, or the spare one.
     seen: int64 `[n]`, tokens before this step's. filled: int32 `[n]`, tokens with it; 0 for no sequence.
+    pages: int32 `[n, length / PAGE]`, where each row's latents lie.
     """
 
     slots: Tensor
     places: Tensor
     seen: Tensor
     filled: Tensor
+    pages: Tensor
 
 
 class Slots:
@@ -55,6 +67,7 @@ class Slots:
     Attributes:
         layers: one `KdaSlots` or `MlaSlots` a layer.
         lengths: int64 `[count + 1]`, tokens that each slot's sequence has; 0 in the spare.
+        pages: int32 `[count + 1, pages of a slot]`, which pages of MLA layers are whose.
     """
 
     def __init__(
@@ -64,14 +77,15 @@ class Slots:
             raise InvalidInput(f"decoding: slots and length must be at least 1, got {count} and {length}")
         self.count, self.length = count, length
         self.lengths = torch.zeros(count + 1, dtype=torch.int64, device=device)
+        pages = -(-length // PAGE)
+        self.pages = torch.arange((count + 1) * pages, dtype=torch.int32, device=device).view(-1, pages)
         self.layers: list[KdaSlots | MlaSlots] = []
         for index in range(config.num_layers):
             if config.is_mla(index):
                 assert config.mla is not None
                 width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
-                # Zeros, since what lies behind a sequence's end is multiplied by weights of zero.
                 self.layers.append(
-                    MlaSlots(torch.zeros(count + 1, length, width, dtype=dtype, device=device))
+                    MlaSlots(torch.zeros(count + 1, pages * PAGE, width, dtype=dtype, device=device))
                 )
             else:
                 assert config.kda is not None

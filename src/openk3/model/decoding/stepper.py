@@ -112,7 +112,7 @@ class BatchStepper:
 
     def _step(self, tokens: Tensor, slots: Tensor) -> Tensor:
         stream = _Stream(self._embedding, len(tokens), self._sources)
-        rows = stream.start(tokens, slots, self.memory.lengths, self._implementation)
+        rows = stream.start(tokens, slots, self.memory, self._implementation)
         for layer in self._layers:
             layer(stream, rows)
         return F.linear(self._read(stream), self._head)
@@ -127,13 +127,13 @@ class _Stream:
         self._frozen, self._empty = 0, False
 
     def start(
-        self, tokens: Tensor, slots: Tensor, lengths: Tensor, implementation: Implementation | None
+        self, tokens: Tensor, slots: Tensor, memory: Slots, implementation: Implementation | None
     ) -> Rows:
-        """Begin with the embeddings of tokens, which `lengths` counts from here on."""
-        counted = start_step(
-            tokens, slots, self._embedding, lengths, self._rows[0], implementation=implementation
+        """Begin with the embeddings of tokens, which `memory` counts from here on."""
+        places, seen, filled = start_step(
+            tokens, slots, self._embedding, memory.lengths, self._rows[0], implementation=implementation
         )
-        return Rows(slots, *counted)
+        return Rows(slots, places, seen, filled, memory.pages[places])
 
     @property
     def sources(self) -> Tensor:
