@@ -210,3 +210,24 @@ def test_what_does_not_fit_is_refused():
         products_into(out, torch.randn(4, 8).T, x, add=True)
     with pytest.raises(InvalidInput, match="not both"):
         products_into(out, torch.randn(8, 4), x, add=True, norm=(torch.ones(4), 1e-5), gate=x)
+
+
+@needs_triton
+@pytest.mark.parametrize("n", [2, 5])
+def test_operators_are_what_torch_is_told_of_them(n):
+    ops, check = torch.ops.openk3, torch.library.opcheck
+    d, gain = 16, torch.ones(16)
+    joined = Joined.of(torch.randn(20, d), precise=torch.randn(3, d))
+    matrix, widths = (joined.matrix, joined.blocks), (20, 3)
+    check(ops.mixed_products, (torch.randn(2, n, d), gain, gain, 1e-5, True, gain, 1e-5, *matrix, *widths))
+    check(ops.joined_products, (torch.randn(n, d), *matrix, *widths))
+    x, gate, up = torch.randn(3, n, d).unbind(0)
+    out, weight = torch.randn(n, 8), torch.randn(8, 2 * d)
+    check(ops.products_into, (out, weight, x, True, gain, 1e-5, None, gate, up, "situ", 4.0, 25.0))
+    check(ops.choose_experts, (torch.randn(n, 6), torch.zeros(6), 2, 1.0, True))
+    ids, experts = torch.randint(0, 3, (n, 2)), torch.randn(3, d, d)
+    check(ops.expert_sums, (x, ids, torch.rand(n, 2), experts, experts, experts, "glu", 4.0, 25.0))
+    places, latents = torch.arange(n), torch.randn(n, 3, d)
+    check(ops.append_latents, (x, torch.ones(10), 1e-5, latents, places, places % 3))
+    slots, lengths = torch.arange(n, dtype=torch.int32), torch.zeros(n + 1, dtype=torch.int64)
+    check(ops.start_step, (places, slots, torch.randn(n, 8), lengths, out))

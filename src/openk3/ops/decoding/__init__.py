@@ -228,7 +228,7 @@ def expert_sums(
         implementation: as in `mixed_products`. Either reads an expert once for each row that goes there.
 
     Returns:
-        `[n, l]` in x's dtype, summed over slots in order, in at least fp32.
+        `[n, l]` in x's dtype, summed in at least fp32.
 
     Raises:
         InvalidInput: shapes do not fit.

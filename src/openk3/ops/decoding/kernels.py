@@ -4,6 +4,9 @@ Few rows leave a product bound by its weights and by launches, so what comes bef
 every program of it: mix and norm of the stream for up to FEW rows (of more, that costs more than a launch),
 the norm, gate or unit of what is multiplied always. Sums are fp32's and in one order: no atomics, so that
 equal calls give equal bits.
+
+On Hopper a kernel starts before the one in front of it has ended (programmatic dependent launch): it lets the
+next one start at once, asks for its weights, which no kernel writes, and only then waits for all before it.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import, assignment"
@@ -12,6 +15,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openk3.ops.activation import Activation
 from openk3.ops.decoding import BLOCK, Joined, StreamMix
@@ -22,7 +26,23 @@ from openk3.ops.triton_math import PTX, short_sigmoid
 Tensor = torch.Tensor
 
 FEW = 4  # rows whose mix each program of a product makes again
+FEW_WIDEST = 2048  # of what a program multiplies with in one piece
+OVERLAP = True  # start early on Hopper
 DEPTH = 128  # of a step of a product
+
+
+@triton.jit
+def _start(EARLY: tl.constexpr):
+    """The next kernel may start."""
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _wait(EARLY: tl.constexpr):
+    """Until all kernels before have ended; what they write may be read from here on, and be written over."""
+    if EARLY:
+        gdc_wait()
 
 
 @triton.jit
@@ -42,8 +62,9 @@ def _store_block(out, precise, blocks, block, rows, N, y, ROWS: tl.constexpr, CO
 @triton.jit(do_not_specialize=["N", "S"])
 def _mixed_products(
     bank, query, key_gain, gain, matrix, blocks, out, precise, N, S, d, mix_eps, eps,
-    SOURCES: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, MIX: tl.constexpr,
+    SOURCES: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, MIX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _start(EARLY)
     block = tl.program_id(0)
     source = tl.arange(0, SOURCES)[:, None]
     col = tl.arange(0, D)[None, :]
@@ -53,6 +74,7 @@ def _mixed_products(
     if MIX:
         m = tl.load(query + col, mask=col < d, other=0.0).to(tl.float32)
         m *= tl.load(key_gain + col, mask=col < d, other=0.0).to(tl.float32)
+    _wait(EARLY)
     for index in range(N):
         n = block * 0 + index  # Triton's interpreter counts in Python's integers
         place = (source.to(tl.int64) * N + n) * d + col
@@ -73,8 +95,10 @@ def _mixed_products(
 @triton.jit(do_not_specialize=["N"])
 def _products(
     x, matrix, blocks, out, precise, N, d,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _start(EARLY)
+    _wait(EARLY)
     block = tl.program_id(0)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = block.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -92,8 +116,10 @@ def _products(
 def _products_into(
     out, weight, x, gain, gate, unit_gate, unit_up, N, d, a, b, eps, gate_cap, up_cap,
     ADD: tl.constexpr, X: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, UNIT: tl.constexpr,
-    COARSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    COARSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _start(EARLY)
+    _wait(EARLY)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     row = rows.to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -138,11 +164,56 @@ def _products_into(
     tl.store(place, total.to(dtype), mask=inside)
 
 
+@triton.jit(do_not_specialize=["N"])
+def _few_products_into(
+    out, weight, x, gain, gate, unit_gate, unit_up, N, d, a, b, eps, gate_cap, up_cap,
+    ADD: tl.constexpr, X: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, UNIT: tl.constexpr,
+    COARSE: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    _start(EARLY)
+    block = tl.program_id(0)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+    dtype: tl.constexpr = weight.dtype.element_ty
+    matrix = weight + column.to(tl.int64) * (a + b)
+    across = tl.arange(0, A)[None, :]
+    further = tl.arange(0, B)[None, :]
+    if X:
+        w = tl.load(matrix + across, mask=(column < d) & (across < a), other=0.0)
+    if NORM:
+        factor = tl.load(gain + across, mask=across < a, other=0.0).to(tl.float32)
+    if UNIT != "none":
+        w_unit = tl.load(matrix + a + further, mask=(column < d) & (further < b), other=0.0)
+    _wait(EARLY)
+    for index in range(N):
+        n = (block * 0 + index).to(tl.int64)  # Triton's interpreter counts in Python's integers
+        total = tl.zeros([COLUMNS, 1], tl.float32)
+        if X:
+            v = tl.load(x + n * a + across, mask=across < a, other=0.0).to(tl.float32)
+            if NORM:
+                v *= tl.rsqrt(tl.sum(v * v, 1, keep_dims=True) / a + eps) * factor
+            if GATE:
+                v *= short_sigmoid(tl.load(gate + n * a + across, mask=across < a, other=0.0).to(tl.float32))
+            v = v.to(dtype).to(tl.float32)
+            total += tl.sum(w.to(tl.float32) * v, 1, keep_dims=True)
+        if UNIT != "none":
+            g = tl.load(unit_gate + n * b + further, mask=further < b, other=0.0).to(tl.float32)
+            u = tl.load(unit_up + n * b + further, mask=further < b, other=0.0).to(tl.float32)
+            v = gated_unit(g, u, gate_cap, up_cap, UNIT, COARSE).to(dtype).to(tl.float32)
+            total += tl.sum(w_unit.to(tl.float32) * v, 1, keep_dims=True)
+        place = out + n * d + column
+        if ADD:
+            total = total.to(dtype).to(tl.float32)
+            total += tl.load(place, mask=column < d, other=0.0).to(tl.float32)
+        tl.store(place, total.to(dtype), mask=column < d)
+
+
 @triton.jit
 def _choose_experts(
     logits, bias, ids, weights, E, scaling_factor, k: tl.constexpr, RENORMALIZE: tl.constexpr,
-    EXPERTS: tl.constexpr, K: tl.constexpr,
+    EXPERTS: tl.constexpr, K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _start(EARLY)
+    _wait(EARLY)
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
     score = tl.sigmoid(tl.load(logits + t * E + e, mask=e < E, other=0.0))
@@ -171,7 +242,10 @@ def _choose_experts(
 def _expert_units(
     x, ids, w1, w3, hidden, F, L, gate_cap, up_cap,
     k: tl.constexpr, UNIT: tl.constexpr, COARSE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    _wait(EARLY)
+    _start(EARLY)  # only now: the sums read ids and weights before they wait
     pair = tl.program_id(0).to(tl.int64)
     e = tl.load(ids + pair)
     feature = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[:, None]
@@ -190,26 +264,36 @@ def _expert_units(
 
 @triton.jit
 def _expert_sums(
-    hidden, ids, weights, w2, out, F, L, k: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+    hidden, ids, weights, w2, out, F, L,
+    k: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _start(EARLY)
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[:, None]
     feature = tl.arange(0, WIDTH)[None, :]
     inside = (c < L) & (feature < F)
-    total = tl.zeros([COLUMNS, 1], tl.float32)
+    matrices = ()
+    shares = ()
     for s in tl.static_range(k):
         e = tl.load(ids + t * k + s)
-        w = tl.load(w2 + (e * L + c) * F + feature, mask=inside, other=0.0).to(tl.float32)
+        matrices = matrices + (tl.load(w2 + (e * L + c) * F + feature, mask=inside, other=0.0),)  # noqa: RUF005
+        shares = shares + (tl.load(weights + t * k + s),)  # noqa: RUF005
+    _wait(EARLY)
+    products = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    for s in tl.static_range(k):
         row = tl.load(hidden + (t * k + s) * F + feature, mask=feature < F, other=0.0).to(tl.float32)
-        total += tl.sum(w * row, 1, keep_dims=True) * tl.load(weights + t * k + s)
+        products += matrices[s].to(tl.float32) * (row * shares[s])
+    total = tl.sum(products, 1, keep_dims=True)
     tl.store(out + t * L + c, total.to(out.dtype.element_ty), mask=c < L)
 
 
 @triton.jit
 def _append_latents(
     compressed, gain, latents, places, seen, length, r, width, eps,
-    LATENT: tl.constexpr, SHARED: tl.constexpr,
+    LATENT: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _start(EARLY)
+    _wait(EARLY)
     n = tl.program_id(0).to(tl.int64)
     place = tl.load(places + n) * length + tl.minimum(tl.load(seen + n), length - 1)
     source, target = compressed + n * width, latents + place * width
@@ -224,8 +308,11 @@ def _append_latents(
 
 @triton.jit
 def _start_step(
-    tokens, slots, embedding, lengths, out, places, seen, filled, spare, d, D: tl.constexpr
+    tokens, slots, embedding, lengths, out, places, seen, filled, spare, d,
+    D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _start(EARLY)
+    _wait(EARLY)
     n = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + n).to(tl.int64)
     place = tl.where(slot < 0, spare, slot)
@@ -244,6 +331,13 @@ def _start_step(
 def _warps(values: int) -> int:
     """So that a thread has up to 64 of them."""
     return int(min(max(triton.next_power_of_2(values) // 2048, 4), 16))
+
+
+def _early(x: Tensor) -> dict[str, bool]:
+    """Options of a launch beside x."""
+    if OVERLAP and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0):
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}
 
 
 def mixed_products(
@@ -292,6 +386,7 @@ def _mixed_products_op(
         _mixed_products[(len(blocks),)](
             bank, query, key_gain, gain, matrix, blocks, out, exact, n, S, d, mix_eps, eps,
             SOURCES=SOURCES, D=D, COLUMNS=BLOCK, MIX=mixes, num_warps=_warps(max(SOURCES, BLOCK) * D),
+            **_early(bank),
         )  # fmt: skip
         return out, exact
     if mixes:
@@ -311,8 +406,9 @@ def _launch_products(x: Tensor, matrix: Tensor, blocks: Tensor, out: Tensor, exa
     n, d = x.shape
     ROWS = 16 if n <= 16 else 64
     _products[(len(blocks), triton.cdiv(n, ROWS))](
-        x, matrix, blocks, out, exact, n, d, ROWS=ROWS, COLUMNS=BLOCK, DEPTH=DEPTH, num_warps=4, num_stages=4
-    )
+        x, matrix, blocks, out, exact, n, d,
+        ROWS=ROWS, COLUMNS=BLOCK, DEPTH=DEPTH, num_warps=4, num_stages=4, **_early(x),
+    )  # fmt: skip
 
 
 @_mixed_products_op.register_fake
@@ -366,13 +462,23 @@ def _products_into_op(
     if not n:
         return
     a, b = 0 if x is None else x.shape[1], 0 if unit_gate is None else unit_gate.shape[1]
+    unit_of = "none" if unit_gate is None else kind
+    coarse = bool(PTX) and out.dtype == torch.bfloat16
+    if n <= FEW and max(a, b) <= FEW_WIDEST:
+        A, B = (max(16, triton.next_power_of_2(width)) for width in (a, b))
+        _few_products_into[(triton.cdiv(d, 4),)](
+            out, weight, x, gain, gate, unit_gate, unit_up, n, d, a, b, eps, gate_cap, up_cap,
+            ADD=add, X=x is not None, NORM=gain is not None, GATE=gate is not None, UNIT=unit_of,
+            COARSE=coarse, COLUMNS=4, A=A, B=B, num_warps=4, **_early(out),
+        )  # fmt: skip
+        return
     tiles = triton.cdiv(n, 16)
     COLUMNS = 16 if tiles <= 4 else 64  # each column block makes what it multiplies again
     _products_into[(triton.cdiv(d, COLUMNS), tiles)](
         out, weight, x, gain, gate, unit_gate, unit_up, n, d, a, b, eps, gate_cap, up_cap,
         ADD=add, X=x is not None, NORM=gain is not None, GATE=gate is not None,
-        UNIT="none" if unit_gate is None else kind, COARSE=bool(PTX) and out.dtype == torch.bfloat16,
-        ROWS=16, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=4, num_stages=4,
+        UNIT=unit_of, COARSE=coarse, ROWS=16, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=4, num_stages=4,
+        **_early(out),
     )  # fmt: skip
 
 
@@ -393,6 +499,7 @@ def choose_experts(
         _choose_experts[(n,)](
             logits.contiguous(), bias, ids, weights, E, scaling_factor, k=k, RENORMALIZE=renormalize,
             EXPERTS=max(32, triton.next_power_of_2(E)), K=triton.next_power_of_2(k), num_warps=1,
+            **_early(logits),
         )  # fmt: skip
     return ids, weights
 
@@ -425,11 +532,12 @@ def _expert_sums_op(
         _expert_units[(n * k, triton.cdiv(F, 16))](
             x, ids, w1, w3, hidden, F, L, gate_cap, up_cap, k=k, UNIT=kind,
             COARSE=bool(PTX) and x.dtype == torch.bfloat16, WIDTH=triton.next_power_of_2(L), COLUMNS=16,
-            num_warps=_warps(16 * L),
+            num_warps=_warps(16 * L), **_early(x),
         )  # fmt: skip
         _expert_sums[(n, triton.cdiv(L, 4))](
-            hidden, ids, weights, w2, out, F, L, k=k, WIDTH=triton.next_power_of_2(F), COLUMNS=4, num_warps=4
-        )
+            hidden, ids, weights, w2, out, F, L,
+            k=k, WIDTH=triton.next_power_of_2(F), COLUMNS=4, num_warps=4, **_early(x),
+        )  # fmt: skip
     return out
 
 
@@ -449,7 +557,7 @@ def append_latents(
         _append_latents[(n,)](
             compressed, gain, latents, places, seen, latents.shape[1], r, width, eps,
             LATENT=triton.next_power_of_2(r), SHARED=triton.next_power_of_2(max(1, width - r)),
-            num_warps=_warps(r),
+            num_warps=_warps(r), **_early(latents),
         )  # fmt: skip
 
 
@@ -468,19 +576,9 @@ def start_step(
     if n:
         D = min(triton.next_power_of_2(d), 2048)
         _start_step[(n,)](
-            tokens,
-            slots,
-            embedding,
-            lengths,
-            out,
-            places,
-            seen,
-            filled,
-            len(lengths) - 1,
-            d,
-            D=D,
-            num_warps=4,
-        )
+            tokens, slots, embedding, lengths, out, places, seen, filled, len(lengths) - 1, d,
+            D=D, num_warps=4, **_early(out),
+        )  # fmt: skip
     return places, seen, filled
 
 
