@@ -16,6 +16,7 @@ import argparse
 import sys
 import traceback
 from collections import defaultdict
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import torch
@@ -219,16 +220,21 @@ def measure(model: K3, n: int, bandwidth: float, profile: bool) -> dict[str, obj
 
 def variants(model: K3) -> None:
     """Sizes that the code fixes, each alone."""
-    from openk3.ops.decoding import kernels
+    from openk3.ops.decoding.kernels import early, experts, products
 
-    for n in (1, 4, 8, 64):
-        for name, module, values in (
-            ("FEW", kernels, (1, 4, 16)),
-            ("FEW_ROWS", ffn, (1, 4, 16)),
-            ("DEPTH", kernels, (64, 128, 256)),
+    lists = [{**experts.LIST, "DEPTH": 32}, {**experts.LIST, "DEPTH": 128, "num_stages": 3}]
+    lists += [{**experts.LIST, "FEATURES": 32}, {**experts.LIST, "num_warps": 8}]
+    for n in (1, 4, 8, 64, 256):
+        for name, modules, values in (
+            ("OVERLAP", (early,), (True, False)),
+            ("FEW", (products, experts), (1, 4, 16)),
+            ("DEPTH", (products,), (64, 256)),
+            ("LIST", (experts,), lists if n > 4 else []),
         ):
             for value in values:
-                with patch.object(module, name, value):
+                with ExitStack() as patches:
+                    for module in modules:
+                        patches.enter_context(patch.object(module, name, value))
                     try:
                         time = Sequences(model, n).milliseconds(50)
                         print(f"n={n} {name}={value}: {time:.4f} ms", flush=True)

@@ -203,7 +203,7 @@ def test_what_goes_into_the_stream_at_r1_widths(n):
     assert relative_error(out, right) < 6e-3
 
 
-@pytest.mark.parametrize("n", [1, 4, 300])
+@pytest.mark.parametrize("n", [1, 4, 5, 100])
 def test_experts_are_chosen_and_summed_at_r1_widths(n):
     logits, bias = torch.randn(n, 256, device="cuda"), 0.1 * torch.randn(256, device="cuda")
     ids, weights = choose_experts(logits, bias, 6, implementation="triton")
@@ -212,7 +212,7 @@ def test_experts_are_chosen_and_summed_at_r1_widths(n):
     x = torch.randn(n, 256, device="cuda").bfloat16()
     w1, w3 = ((torch.randn(256, 416, 256, device="cuda") / 16).bfloat16() for _ in range(2))
     w2 = (torch.randn(256, 256, 416, device="cuda") / 20).bfloat16()
-    u = expert_sums(x[:4], ids[:4], weights[:4], w1, w3, w2, Activation(), implementation="triton")
+    u = expert_sums(x, ids, weights, w1, w3, w2, Activation(), implementation="triton")
     right = torch.zeros(len(u), 256, dtype=f64, device="cuda")
     for t in range(len(u)):
         for s in range(6):

@@ -154,11 +154,13 @@ def test_equal_scores_fall_to_the_lower_expert(implementation):
 
 @pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("kind", ["situ", "swiglu"])
-def test_experts_of_each_row_are_summed_by_weight(kind, implementation):
-    n, k, E, L, F, activation = 3, 2, 5, 24, 40, Activation(kind)
+@pytest.mark.parametrize("n", [3, 5, 23], ids=["each row its own", "lists", "lists of several tiles"])
+def test_experts_of_each_row_are_summed_by_weight(n, kind, implementation):
+    k, E, L, F, activation = 2, 6, 24, 40, Activation(kind)
     x, weights = torch.randn(n, L), torch.rand(n, k)
     w1, w3, w2 = torch.randn(E, F, L), torch.randn(E, F, L), torch.randn(E, L, F)
-    ids = torch.tensor([[4, 0], [2, 4], [1, 3]])
+    # Expert 4 gets nearly all rows, expert 5 none.
+    ids = torch.tensor([[4, t % 4] if t % 7 else [t % 4, (t + 1) % 4] for t in range(n)])
     u = expert_sums(x, ids, weights, w1, w3, w2, activation, implementation=implementation)
     right = torch.zeros(n, L, dtype=f64)
     for t in range(n):

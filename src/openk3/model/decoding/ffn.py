@@ -8,14 +8,9 @@ from openk3.model.decoding.slots import Rows
 from openk3.model.ffn import GatedFfn
 from openk3.model.moe import LatentMoe
 from openk3.ops.decoding import Joined, choose_experts, expert_sums, products_into
-from openk3.ops.dispatch import Implementation, choose
-from openk3.ops.moe import KERNEL as EXPERTS
-from openk3.ops.moe import expert_ffn, plan
+from openk3.ops.dispatch import Implementation
 
 Tensor = torch.Tensor
-
-FEW_ROWS = 4
-"""Up to so many go to experts one by one: they share few, and grouping them takes five launches more."""
 
 
 class Dense:
@@ -59,7 +54,8 @@ class Moe:
             logits, self.bias, c.experts_per_token,
             scaling_factor=c.routed_scaling, renormalize=c.renormalize, implementation=chosen,
         )  # fmt: skip
-        u = self._experts(z, ids, weights)
+        w = self.experts
+        u = expert_sums(z, ids, weights, w.w1, w.w3, w.w2, self.activation, implementation=chosen)
         if not self.latent:
             out.copy_(out + u if add else u)
             add = True
@@ -67,13 +63,3 @@ class Moe:
             unit = (shared[0], shared[1], self.activation) if self.has_shared else None
             x = u if self.latent else None
             products_into(out, self.outputs, x, add=add, norm=self.norm, unit=unit, implementation=chosen)
-
-    def _experts(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """sum_i p_i E_i(z): `[n, l]`."""
-        w, activation = self.experts, self.activation
-        grouped = choose("expert_ffn", z, self.implementation, by_default=EXPERTS.checked) == "triton"
-        if grouped and len(z) > FEW_ROWS:
-            table = plan(ids, len(w.w1), implementation="triton")
-            return expert_ffn(z, weights, table, w.w1, w.w3, w.w2, activation, implementation="triton")
-        chosen = self.implementation
-        return expert_sums(z, ids, weights, w.w1, w.w3, w.w2, activation, implementation=chosen)

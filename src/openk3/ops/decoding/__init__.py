@@ -124,7 +124,7 @@ def mixed_products(
         raise InvalidInput(f"{name}: {len(bank)} sources are mixed by a query, got none")
     fits = bank.shape[2] <= WIDEST and not bank.shape[2] % 2 and len(bank) <= 32
     if choose(name, bank, implementation, kernels=fits, by_default=CHECKED) == "triton":
-        from openk3.ops.decoding.kernels import mixed_products as run
+        from openk3.ops.decoding.kernels.products import mixed_products as run
     else:
         from openk3.ops.decoding.eager import mixed_products as run
     return run(bank, mix, gain, eps, joined)
@@ -137,7 +137,7 @@ def products(x: Tensor, joined: Joined, *, implementation: Implementation | None
             f"products: x must be [n, {joined.matrix.shape[1]}], contiguous, got {tuple(x.shape)}"
         )
     if choose("products", x, implementation, by_default=CHECKED) == "triton":
-        from openk3.ops.decoding.kernels import products as run
+        from openk3.ops.decoding.kernels.products import products as run
     else:
         from openk3.ops.decoding.eager import products as run
     return run(x, joined)
@@ -181,7 +181,7 @@ def products_into(
     if not all(t.is_contiguous() for t in (*given, weight)) or (norm is not None and gate is not None):
         raise InvalidInput(f"{name}: tensors must be contiguous, and x has a norm or a gate, not both")
     if choose(name, out, implementation, by_default=CHECKED) == "triton":
-        from openk3.ops.decoding.kernels import products_into as run
+        from openk3.ops.decoding.kernels.products import products_into as run
     else:
         from openk3.ops.decoding.eager import products_into as run
     run(out, weight, x, add, norm, gate, unit)
@@ -199,9 +199,9 @@ def choose_experts(
     """The ids `[n, k]` int64 and weights `[n, k]` of `openk3.ops.moe.route`, whose arguments these are."""
     fits = logits.dtype == bias.dtype == torch.float32 and logits.shape[1] <= 4096
     if choose("choose_experts", logits, implementation, kernels=fits, by_default=CHECKED) == "triton":
-        from openk3.ops.decoding import kernels
+        from openk3.ops.decoding.kernels import experts
 
-        ids, weights = kernels.choose_experts(logits, bias, k, scaling_factor, renormalize)
+        ids, weights = experts.choose_experts(logits, bias, k, scaling_factor, renormalize)
         return ids, weights
     from openk3.ops.decoding import eager
 
@@ -219,13 +219,15 @@ def expert_sums(
     *,
     implementation: Implementation | None = None,
 ) -> Tensor:
-    """sum_s weights_s E_ids_s(x) of each row, as `expert_ffn`: for so few rows that they share no expert.
+    """sum_s weights_s E_ids_s(x) of each row, as `expert_ffn`, without a plan.
 
     Args:
-        x: `[n, l]`, contiguous. ids: int64 `[n, k]`, not checked. weights: `[n, k]`, at least fp32.
+        x: `[n, l]`, contiguous. weights: `[n, k]`, at least fp32.
+        ids: int64 `[n, k]`, no expert twice in a row; not checked.
         w1, w3: `[E, F, l]`, w2: `[E, l, F]`, in x's dtype.
         activation: the gated unit.
-        implementation: as in `mixed_products`. Either reads an expert once for each row that goes there.
+        implementation: as in `mixed_products`. Kernels read an expert once for all its rows, or of up to 4
+            rows once for each.
 
     Returns:
         `[n, l]` in x's dtype, summed in at least fp32.
@@ -244,7 +246,7 @@ def expert_sums(
         )
     fits = max(F, L) <= 4096 and all(t.is_contiguous() for t in (x, ids, weights, w1, w3, w2))
     if choose("expert_sums", x, implementation, kernels=fits, by_default=CHECKED) == "triton":
-        from openk3.ops.decoding.kernels import expert_sums as run
+        from openk3.ops.decoding.kernels.experts import expert_sums as run
     else:
         from openk3.ops.decoding.eager import expert_sums as run
     return run(x, ids, weights, w1, w3, w2, activation)
@@ -272,9 +274,9 @@ def append_latents(
     """
     fits = compressed.shape[1] <= WIDEST
     if choose("append_latents", compressed, implementation, kernels=fits, by_default=CHECKED) == "triton":
-        from openk3.ops.decoding import kernels
+        from openk3.ops.decoding.kernels import rows
 
-        kernels.append_latents(compressed, gain, eps, latents, places, seen)
+        rows.append_latents(compressed, gain, eps, latents, places, seen)
     else:
         from openk3.ops.decoding import eager
 
@@ -303,9 +305,9 @@ def start_step(
         there before this one; filled int32 `[n]`, those with it, 0 for rows of no slot.
     """
     if choose("start_step", out, implementation, by_default=CHECKED) == "triton":
-        from openk3.ops.decoding import kernels
+        from openk3.ops.decoding.kernels import rows
 
-        places, seen, filled = kernels.start_step(tokens, slots, embedding, lengths, out)
+        places, seen, filled = rows.start_step(tokens, slots, embedding, lengths, out)
         return places, seen, filled
     from openk3.ops.decoding import eager
 

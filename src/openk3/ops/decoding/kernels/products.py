@@ -1,48 +1,30 @@
-"""`openk3.ops.decoding` on the GPU. A step's weights are read once; everything else fits into the caches.
+"""Products of few rows: of a mix of the stream, and into the stream.
 
 Few rows leave a product bound by its weights and by launches, so what comes before a product is made again by
 every program of it: mix and norm of the stream for up to FEW rows (of more, that costs more than a launch),
 the norm, gate or unit of what is multiplied always. Sums are fp32's and in one order: no atomics, so that
 equal calls give equal bits.
-
-On Hopper a kernel starts before the one in front of it has ended (programmatic dependent launch): it lets the
-next one start at once, asks for its weights, which no kernel writes, and only then waits for all before it.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import, assignment"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import, assignment, misc"
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openk3.ops.activation import Activation
 from openk3.ops.decoding import BLOCK, Joined, StreamMix
+from openk3.ops.decoding.kernels.early import FEW, early, let_next, wait, warps
+from openk3.ops.kernel_operator import kernel_operator
 from openk3.ops.moe.kernels.units import unit as gated_unit
 from openk3.ops.precision import wide
 from openk3.ops.triton_math import PTX, short_sigmoid
 
 Tensor = torch.Tensor
 
-FEW = 4  # rows whose mix each program of a product makes again
-FEW_WIDEST = 2048  # of what a program multiplies with in one piece
-OVERLAP = True  # start early on Hopper
+WIDEST_PIECE = 2048  # of what a program multiplies with in one piece
 DEPTH = 128  # of a step of a product
-
-
-@triton.jit
-def _start(EARLY: tl.constexpr):
-    """The next kernel may start."""
-    if EARLY:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def _wait(EARLY: tl.constexpr):
-    """Until all kernels before have ended; what they write may be read from here on, and be written over."""
-    if EARLY:
-        gdc_wait()
 
 
 @triton.jit
@@ -64,7 +46,7 @@ def _mixed_products(
     bank, query, key_gain, gain, matrix, blocks, out, precise, N, S, d, mix_eps, eps,
     SOURCES: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, MIX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    _start(EARLY)
+    let_next(EARLY)
     block = tl.program_id(0)
     source = tl.arange(0, SOURCES)[:, None]
     col = tl.arange(0, D)[None, :]
@@ -74,7 +56,7 @@ def _mixed_products(
     if MIX:
         m = tl.load(query + col, mask=col < d, other=0.0).to(tl.float32)
         m *= tl.load(key_gain + col, mask=col < d, other=0.0).to(tl.float32)
-    _wait(EARLY)
+    wait(EARLY)
     for index in range(N):
         n = block * 0 + index  # Triton's interpreter counts in Python's integers
         place = (source.to(tl.int64) * N + n) * d + col
@@ -97,8 +79,8 @@ def _products(
     x, matrix, blocks, out, precise, N, d,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    _start(EARLY)
-    _wait(EARLY)
+    let_next(EARLY)
+    wait(EARLY)
     block = tl.program_id(0)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = block.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -118,8 +100,8 @@ def _products_into(
     ADD: tl.constexpr, X: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, UNIT: tl.constexpr,
     COARSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    _start(EARLY)
-    _wait(EARLY)
+    let_next(EARLY)
+    wait(EARLY)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     row = rows.to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -170,7 +152,7 @@ def _few_products_into(
     ADD: tl.constexpr, X: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, UNIT: tl.constexpr,
     COARSE: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    _start(EARLY)
+    let_next(EARLY)
     block = tl.program_id(0)
     column = block * COLUMNS + tl.arange(0, COLUMNS)[:, None]
     dtype: tl.constexpr = weight.dtype.element_ty
@@ -183,7 +165,7 @@ def _few_products_into(
         factor = tl.load(gain + across, mask=across < a, other=0.0).to(tl.float32)
     if UNIT != "none":
         w_unit = tl.load(matrix + a + further, mask=(column < d) & (further < b), other=0.0)
-    _wait(EARLY)
+    wait(EARLY)
     for index in range(N):
         n = (block * 0 + index).to(tl.int64)  # Triton's interpreter counts in Python's integers
         total = tl.zeros([COLUMNS, 1], tl.float32)
@@ -205,139 +187,6 @@ def _few_products_into(
             total = total.to(dtype).to(tl.float32)
             total += tl.load(place, mask=column < d, other=0.0).to(tl.float32)
         tl.store(place, total.to(dtype), mask=column < d)
-
-
-@triton.jit
-def _choose_experts(
-    logits, bias, ids, weights, E, scaling_factor, k: tl.constexpr, RENORMALIZE: tl.constexpr,
-    EXPERTS: tl.constexpr, K: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    _start(EARLY)
-    _wait(EARLY)
-    t = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, EXPERTS)
-    score = tl.sigmoid(tl.load(logits + t * E + e, mask=e < E, other=0.0))
-    value = score + tl.load(bias + e, mask=e < E, other=0.0)
-    # The larger value first, of equal ones the lower index, NaN before all: as openk3.ops.moe.kernels.choice.
-    bits = (value + 0.0).to(tl.int32, bitcast=True)
-    rising = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    rising = tl.where(value != value, 0x7FFFFFFF, rising)
-    lowest = tl.full([EXPERTS], -(2**63), tl.int64)
-    key = tl.where(e < E, rising.to(tl.int64) * 4294967296 + (EXPERTS - 1 - e), lowest)
-    slot = tl.arange(0, K)
-    chosen = tl.zeros([K], tl.int64)
-    weight = tl.zeros([K], tl.float32)
-    for s in tl.static_range(k):
-        best = tl.max(key, 0)
-        chosen = tl.where(slot == s, EXPERTS - 1 - (best & 0xFFFFFFFF), chosen)
-        weight = tl.where(slot == s, tl.sum(tl.where(key == best, score, 0.0), 0), weight)
-        key = tl.where(key == best, lowest, key)
-    if RENORMALIZE:
-        weight /= tl.sum(weight, 0) + 1e-20
-    tl.store(ids + t * k + slot, chosen, mask=slot < k)
-    tl.store(weights + t * k + slot, weight * scaling_factor, mask=slot < k)
-
-
-@triton.jit
-def _expert_units(
-    x, ids, w1, w3, hidden, F, L, gate_cap, up_cap,
-    k: tl.constexpr, UNIT: tl.constexpr, COARSE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    _wait(EARLY)
-    _start(EARLY)  # only now: the sums read ids and weights before they wait
-    pair = tl.program_id(0).to(tl.int64)
-    e = tl.load(ids + pair)
-    feature = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[:, None]
-    col = tl.arange(0, WIDTH)[None, :]
-    place = (e * F + feature) * L + col
-    inside = (feature < F) & (col < L)
-    gate = tl.load(w1 + place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(w3 + place, mask=inside, other=0.0).to(tl.float32)
-    row = tl.load(x + pair // k * L + col, mask=col < L, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = x.dtype.element_ty
-    g = tl.sum(gate * row, 1, keep_dims=True)
-    u = tl.sum(up * row, 1, keep_dims=True)
-    y = gated_unit(g, u, gate_cap, up_cap, UNIT, COARSE)
-    tl.store(hidden + pair * F + feature, y.to(dtype), mask=feature < F)
-
-
-@triton.jit
-def _expert_sums(
-    hidden, ids, weights, w2, out, F, L,
-    k: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    _start(EARLY)
-    t = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[:, None]
-    feature = tl.arange(0, WIDTH)[None, :]
-    inside = (c < L) & (feature < F)
-    matrices = ()
-    shares = ()
-    for s in tl.static_range(k):
-        e = tl.load(ids + t * k + s)
-        matrices = matrices + (tl.load(w2 + (e * L + c) * F + feature, mask=inside, other=0.0),)  # noqa: RUF005
-        shares = shares + (tl.load(weights + t * k + s),)  # noqa: RUF005
-    _wait(EARLY)
-    products = tl.zeros([COLUMNS, WIDTH], tl.float32)
-    for s in tl.static_range(k):
-        row = tl.load(hidden + (t * k + s) * F + feature, mask=feature < F, other=0.0).to(tl.float32)
-        products += matrices[s].to(tl.float32) * (row * shares[s])
-    total = tl.sum(products, 1, keep_dims=True)
-    tl.store(out + t * L + c, total.to(out.dtype.element_ty), mask=c < L)
-
-
-@triton.jit
-def _append_latents(
-    compressed, gain, latents, places, seen, length, r, width, eps,
-    LATENT: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    _start(EARLY)
-    _wait(EARLY)
-    n = tl.program_id(0).to(tl.int64)
-    place = tl.load(places + n) * length + tl.minimum(tl.load(seen + n), length - 1)
-    source, target = compressed + n * width, latents + place * width
-    col = tl.arange(0, LATENT)
-    v = tl.load(source + col, mask=col < r, other=0.0).to(tl.float32)
-    v *= tl.rsqrt(tl.sum(v * v, 0) / r + eps)
-    v *= tl.load(gain + col, mask=col < r, other=0.0).to(tl.float32)
-    tl.store(target + col, v.to(latents.dtype.element_ty), mask=col < r)
-    col = r + tl.arange(0, SHARED)
-    tl.store(target + col, tl.load(source + col, mask=col < width, other=0.0), mask=col < width)
-
-
-@triton.jit
-def _start_step(
-    tokens, slots, embedding, lengths, out, places, seen, filled, spare, d,
-    D: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    _start(EARLY)
-    _wait(EARLY)
-    n = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + n).to(tl.int64)
-    place = tl.where(slot < 0, spare, slot)
-    before = tl.load(lengths + place)
-    tl.store(places + n, place)
-    tl.store(seen + n, before)
-    tl.store(filled + n, tl.where(slot < 0, 0, before + 1).to(tl.int32))
-    if slot >= 0:
-        tl.store(lengths + place, before + 1)
-    row = embedding + tl.load(tokens + n) * d
-    for start in range(0, d, D):
-        col = start + tl.arange(0, D)
-        tl.store(out + n * d + col, tl.load(row + col, mask=col < d, other=0.0), mask=col < d)
-
-
-def _warps(values: int) -> int:
-    """So that a thread has up to 64 of them."""
-    return int(min(max(triton.next_power_of_2(values) // 2048, 4), 16))
-
-
-def _early(x: Tensor) -> dict[str, bool]:
-    """Options of a launch beside x."""
-    if OVERLAP and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0):
-        return {"EARLY": True, "launch_pdl": True}
-    return {"EARLY": False}
 
 
 def mixed_products(
@@ -372,7 +221,7 @@ def _apart(ordinary: Tensor, precise: Tensor, joined: Joined, n: int) -> list[Te
     return [*outputs, precise.view(n, joined.widths[-1])] if joined.precise else outputs
 
 
-@torch.library.custom_op("openk3::mixed_products", mutates_args=())
+@kernel_operator("openk3::mixed_products")
 def _mixed_products_op(
     bank: Tensor, query: Tensor, key_gain: Tensor, mix_eps: float, mixes: bool, gain: Tensor, eps: float,
     matrix: Tensor, blocks: Tensor, ordinary: int, precise: int,
@@ -385,8 +234,8 @@ def _mixed_products_op(
         D, SOURCES = triton.next_power_of_2(d), max(2, triton.next_power_of_2(S))
         _mixed_products[(len(blocks),)](
             bank, query, key_gain, gain, matrix, blocks, out, exact, n, S, d, mix_eps, eps,
-            SOURCES=SOURCES, D=D, COLUMNS=BLOCK, MIX=mixes, num_warps=_warps(max(SOURCES, BLOCK) * D),
-            **_early(bank),
+            SOURCES=SOURCES, D=D, COLUMNS=BLOCK, MIX=mixes, num_warps=warps(max(SOURCES, BLOCK) * D),
+            **early(bank),
         )  # fmt: skip
         return out, exact
     if mixes:
@@ -407,7 +256,7 @@ def _launch_products(x: Tensor, matrix: Tensor, blocks: Tensor, out: Tensor, exa
     ROWS = 16 if n <= 16 else 64
     _products[(len(blocks), triton.cdiv(n, ROWS))](
         x, matrix, blocks, out, exact, n, d,
-        ROWS=ROWS, COLUMNS=BLOCK, DEPTH=DEPTH, num_warps=4, num_stages=4, **_early(x),
+        ROWS=ROWS, COLUMNS=BLOCK, DEPTH=DEPTH, num_warps=4, num_stages=4, **early(x),
     )  # fmt: skip
 
 
@@ -417,7 +266,7 @@ def _(bank, query, key_gain, mix_eps, mixes, gain, eps, matrix, blocks, ordinary
     return bank.new_empty(n * ordinary), bank.new_empty(n * precise, dtype=wide(bank.dtype))
 
 
-@torch.library.custom_op("openk3::joined_products", mutates_args=())
+@kernel_operator("openk3::joined_products")
 def _joined_products_op(
     x: Tensor, matrix: Tensor, blocks: Tensor, ordinary: int, precise: int
 ) -> tuple[Tensor, Tensor]:
@@ -452,7 +301,7 @@ def products_into(
     )  # fmt: skip
 
 
-@torch.library.custom_op("openk3::products_into", mutates_args=("out",))
+@kernel_operator("openk3::products_into", mutates_args=("out",))
 def _products_into_op(
     out: Tensor, weight: Tensor, x: Tensor | None, add: bool, gain: Tensor | None, eps: float,
     gate: Tensor | None, unit_gate: Tensor | None, unit_up: Tensor | None,
@@ -464,12 +313,12 @@ def _products_into_op(
     a, b = 0 if x is None else x.shape[1], 0 if unit_gate is None else unit_gate.shape[1]
     unit_of = "none" if unit_gate is None else kind
     coarse = bool(PTX) and out.dtype == torch.bfloat16
-    if n <= FEW and max(a, b) <= FEW_WIDEST:
+    if n <= FEW and max(a, b) <= WIDEST_PIECE:
         A, B = (max(16, triton.next_power_of_2(width)) for width in (a, b))
         _few_products_into[(triton.cdiv(d, 4),)](
             out, weight, x, gain, gate, unit_gate, unit_up, n, d, a, b, eps, gate_cap, up_cap,
             ADD=add, X=x is not None, NORM=gain is not None, GATE=gate is not None, UNIT=unit_of,
-            COARSE=coarse, COLUMNS=4, A=A, B=B, num_warps=4, **_early(out),
+            COARSE=coarse, COLUMNS=4, A=A, B=B, num_warps=4, **early(out),
         )  # fmt: skip
         return
     tiles = triton.cdiv(n, 16)
@@ -478,110 +327,10 @@ def _products_into_op(
         out, weight, x, gain, gate, unit_gate, unit_up, n, d, a, b, eps, gate_cap, up_cap,
         ADD=add, X=x is not None, NORM=gain is not None, GATE=gate is not None,
         UNIT=unit_of, COARSE=coarse, ROWS=16, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=4, num_stages=4,
-        **_early(out),
+        **early(out),
     )  # fmt: skip
 
 
 @_products_into_op.register_fake
 def _(out, weight, x, add, gain, eps, gate, unit_gate, unit_up, kind, gate_cap, up_cap):
     return None
-
-
-@torch.library.custom_op("openk3::choose_experts", mutates_args=())
-def choose_experts(
-    logits: Tensor, bias: Tensor, k: int, scaling_factor: float, renormalize: bool
-) -> tuple[Tensor, Tensor]:
-    """See `openk3.ops.decoding.choose_experts`."""
-    n, E = logits.shape
-    ids = torch.empty(n, k, dtype=torch.int64, device=logits.device)
-    weights = logits.new_empty(n, k)
-    if n:
-        _choose_experts[(n,)](
-            logits.contiguous(), bias, ids, weights, E, scaling_factor, k=k, RENORMALIZE=renormalize,
-            EXPERTS=max(32, triton.next_power_of_2(E)), K=triton.next_power_of_2(k), num_warps=1,
-            **_early(logits),
-        )  # fmt: skip
-    return ids, weights
-
-
-@choose_experts.register_fake
-def _(logits, bias, k, scaling_factor, renormalize):
-    n = logits.shape[0]
-    return logits.new_empty(n, k, dtype=torch.int64), logits.new_empty(n, k)
-
-
-def expert_sums(
-    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, activation: Activation
-) -> Tensor:
-    """See `openk3.ops.decoding.expert_sums`."""
-    out: Tensor = torch.ops.openk3.expert_sums(
-        x, ids, weights, w1, w3, w2, activation.kind, activation.gate_cap, activation.up_cap
-    )
-    return out
-
-
-@torch.library.custom_op("openk3::expert_sums", mutates_args=())
-def _expert_sums_op(
-    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor,
-    kind: str, gate_cap: float, up_cap: float,
-) -> Tensor:  # fmt: skip
-    (n, L), k, F = x.shape, ids.shape[1], w1.shape[1]
-    out = torch.empty_like(x)
-    if n:
-        hidden = x.new_empty(n * k, F)
-        _expert_units[(n * k, triton.cdiv(F, 16))](
-            x, ids, w1, w3, hidden, F, L, gate_cap, up_cap, k=k, UNIT=kind,
-            COARSE=bool(PTX) and x.dtype == torch.bfloat16, WIDTH=triton.next_power_of_2(L), COLUMNS=16,
-            num_warps=_warps(16 * L), **_early(x),
-        )  # fmt: skip
-        _expert_sums[(n, triton.cdiv(L, 4))](
-            hidden, ids, weights, w2, out, F, L,
-            k=k, WIDTH=triton.next_power_of_2(F), COLUMNS=4, num_warps=4, **_early(x),
-        )  # fmt: skip
-    return out
-
-
-@_expert_sums_op.register_fake
-def _(x, ids, weights, w1, w3, w2, kind, gate_cap, up_cap):
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("openk3::append_latents", mutates_args=("latents",))
-def append_latents(
-    compressed: Tensor, gain: Tensor, eps: float, latents: Tensor, places: Tensor, seen: Tensor
-) -> None:
-    """See `openk3.ops.decoding.append_latents`."""
-    n, width = compressed.shape
-    if n:
-        r = len(gain)
-        _append_latents[(n,)](
-            compressed, gain, latents, places, seen, latents.shape[1], r, width, eps,
-            LATENT=triton.next_power_of_2(r), SHARED=triton.next_power_of_2(max(1, width - r)),
-            num_warps=_warps(r), **_early(latents),
-        )  # fmt: skip
-
-
-@append_latents.register_fake
-def _(compressed, gain, eps, latents, places, seen):
-    return None
-
-
-@torch.library.custom_op("openk3::start_step", mutates_args=("lengths", "out"))
-def start_step(
-    tokens: Tensor, slots: Tensor, embedding: Tensor, lengths: Tensor, out: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `openk3.ops.decoding.start_step`."""
-    n, d = out.shape
-    places, seen, filled = torch.empty_like(tokens), torch.empty_like(tokens), torch.empty_like(slots)
-    if n:
-        D = min(triton.next_power_of_2(d), 2048)
-        _start_step[(n,)](
-            tokens, slots, embedding, lengths, out, places, seen, filled, len(lengths) - 1, d,
-            D=D, num_warps=4, **_early(out),
-        )  # fmt: skip
-    return places, seen, filled
-
-
-@start_step.register_fake
-def _(tokens, slots, embedding, lengths, out):
-    return torch.empty_like(tokens), torch.empty_like(tokens), torch.empty_like(slots)
