@@ -19,6 +19,9 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the smallest set with this probability.")] = 0.95,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; by default cuda where there is one, then in bf16.")
+    ] = None,
 ) -> None:
     """Talk to a model, one line at a time. /reset forgets the conversation, /quit or end of input leaves.
 
@@ -26,10 +29,10 @@ def chat(
     """
     from openk3.chat.messages import Message, encode, render
     from openk3.cli.standard_input import read_line
-    from openk3.cli.talking import load, write_stream
+    from openk3.cli.talking import device_named, load, write_stream
     from openk3.model.generate import Sampling
 
-    model = load(run)
+    model = load(run, device_named(device))
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     opening = [Message("system", system)] if system else []
     history = list(opening)

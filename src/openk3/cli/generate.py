@@ -31,6 +31,9 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Draw from the smallest set with this probability.")] = 0.95,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; by default cuda where there is one, then in bf16.")
+    ] = None,
     stream_weights: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Instead of RUN: a folder in the released layout, read as needed."),
@@ -51,7 +54,7 @@ def generate(
     from openk3.model.generate import Sampling
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    with _speaker(run, stream_weights, budget_gb) as speaker:
+    with _speaker(run, stream_weights, budget_gb, device) as speaker:
         text = read_text() if prompt == "-" else prompt
         ids = speaker.tokenizer.encode(text)
         print(text, end="", flush=True)
@@ -59,21 +62,25 @@ def generate(
 
 
 @contextmanager
-def _speaker(run: Path | None, streamed: Path | None, budget_gb: float | None) -> Iterator[Speaker]:
+def _speaker(
+    run: Path | None, streamed: Path | None, budget_gb: float | None, device: str | None
+) -> Iterator[Speaker]:
     """Who writes: a model in memory, or one whose weights stay in `streamed`, which reports at the end."""
     from openk3.checkpoint.official.folder import OfficialFolder
     from openk3.checkpoint.streamed.budget import half_of_free_memory
     from openk3.checkpoint.streamed.model import StreamedK3
-    from openk3.cli.talking import load, with_tokenizer
+    from openk3.cli.talking import device_named, load, with_tokenizer
     from openk3.errors import InvalidInput
 
     if run is not None and streamed is None and budget_gb is None:
-        yield load(run)
+        yield load(run, device_named(device))
         return
     if run is not None or streamed is None:
         raise InvalidInput(
             "generate: give either a run folder or --stream-weights DIR; --budget-gb is for that"
         )
+    if device not in (None, "cpu"):
+        raise InvalidInput("generate: streamed weights run on the CPU; leave out --device")
     if budget_gb is not None and not 0 < budget_gb * GB < math.inf:
         raise InvalidInput(f"generate: --budget-gb must be a positive number, got {budget_gb}")
     budget = half_of_free_memory() if budget_gb is None else int(budget_gb * GB)

@@ -36,13 +36,37 @@ class Speaker:
         return allowed
 
 
-def load(run: Path) -> Speaker:
+def load(run: Path, device: torch.device | None = None) -> Speaker:
     """The model and tokenizer of a run, of one of its checkpoints, or of a folder in the released layout.
+
+    device: where it runs, the CPU by default; in bf16 on another.
 
     Raises:
         InvalidInput, CheckpointError: something of the two is missing or damaged.
     """
-    return with_tokenizer(load_model(run), run)
+    half = device is not None and device.type != "cpu"
+    return with_tokenizer(
+        load_model(run, dtype=torch.bfloat16 if half else torch.float32, device=device), run
+    )
+
+
+def device_named(name: str | None) -> torch.device:
+    """Where to write: the device called so, or by default a CUDA device where there is one.
+
+    Raises:
+        InvalidInput: torch does not know it, or cannot use it here.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidInput(f"--device {name}: torch knows no such device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidInput(f"--device {name}: models run on cpu and cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(f"--device {name}: torch {torch.__version__} sees no CUDA device here")
+    return device
 
 
 def with_tokenizer(model: LanguageModel, run: Path) -> Speaker:
