@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.test_decoding import largest_error
+from model.test_batch_stepper import largest_error
 from model.tiny import built, changed
 from openk3.config import AttnResConfig, KdaConfig, MlaConfig, MoeConfig
 from openk3.ops.dispatch import triton_problem
