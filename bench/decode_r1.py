@@ -222,7 +222,7 @@ def variants(model: K3) -> None:
     """Sizes that the code fixes, each alone."""
     from openk3.ops.decoding.kernels import early, experts, products
 
-    lists = [{**experts.LIST, "DEPTH": 32}, {**experts.LIST, "DEPTH": 128, "num_stages": 3}]
+    lists = [{**experts.LIST, "DEPTH": 32}, {**experts.LIST, "DEPTH": 128}]
     lists += [{**experts.LIST, "FEATURES": 32}, {**experts.LIST, "num_warps": 8}]
     for n in (1, 4, 8, 64, 256):
         for name, modules, values in (

@@ -118,6 +118,10 @@ def compile_for(
             for H, R in ((96, 512), (8, 256)):
                 label = f"H={H} R={R} {'bf16' if dtype == torch.bfloat16 else 'fp32'}"
                 _launch_mla_decode(H, R, dtype)
+        for dtype in dtypes:
+            for n in (1, 64, 256):
+                label = f"n={n} {'bf16' if dtype == torch.bfloat16 else 'fp32'}"
+                _launch_decoding_step(n, dtype)
         for K in head_sizes:
             for dtype in dtypes:
                 label = f"K={K} {'bf16' if dtype == torch.bfloat16 else 'fp32'}"
@@ -286,6 +290,43 @@ def _launch_mla_decode(H: int, R: int, dtype: torch.dtype) -> None:
         for split in (4096, 65536):
             operator._decode._init_fn(*queries, cache, tables, lengths, 0.1, 65536, split)
     operator._append._init_fn(cache.view(-1, R + 64), cache, _empty(pages * 64, dtype=torch.int64))
+
+
+def _launch_decoding_step(n: int, dtype: torch.dtype) -> None:
+    """What stands between the large operators, at the sizes of r1."""
+    from openk3.ops.decoding.kernels import experts, products, rows
+
+    d, E, F, latent = 512, 256, 416, 256
+    x, gain = _empty(n, d, dtype=dtype), _empty(d, dtype=dtype)
+    matrix, blocks = _empty(2192, d, dtype=dtype), _empty(137, 4, dtype=torch.int32)
+    bank = _empty(13, n, d, dtype=dtype)
+    products._mixed_products_op._init_fn(bank, gain, gain, 1e-5, True, gain, 1e-5, matrix, blocks, 1920, 256)
+    products._joined_products_op._init_fn(x, matrix, blocks, 1920, 256)
+    for a, b, normed, gated in ((latent, 832, True, False), (1024, 0, False, True), (0, 832, False, False)):
+        units = [_empty(n, b, dtype=dtype) if b else None] * 2
+        products._products_into_op._init_fn(
+            x, _empty(d, a + b, dtype=dtype), _empty(n, a, dtype=dtype) if a else None, True,
+            _empty(a, dtype=dtype) if normed else None, 1e-5,
+            _empty(n, a, dtype=dtype) if gated else None, *units, "situ", 4.0, 25.0,
+        )  # fmt: skip
+    experts.choose_experts._init_fn(_empty(n, E), _empty(E), 6, 1.0, True)
+    ids, w1 = _empty(n, 6, dtype=torch.int64), _empty(E, F, latent, dtype=dtype)
+    experts._expert_sums_op._init_fn(
+        _empty(n, latent, dtype=dtype), ids, _empty(n, 6), w1, w1, _empty(E, latent, F, dtype=dtype),
+        "situ", 4.0, 25.0,
+    )  # fmt: skip
+    places = _empty(n, dtype=torch.int64)
+    rows.append_latents._init_fn(
+        _empty(n, 320, dtype=dtype), _empty(latent, dtype=dtype), 1e-6, _empty(n, 64, 320, dtype=dtype),
+        places, places,
+    )  # fmt: skip
+    rows.start_step._init_fn(
+        places,
+        _empty(n, dtype=torch.int32),
+        _empty(1000, d, dtype=dtype),
+        _empty(n + 1, dtype=torch.int64),
+        x,
+    )
 
 
 def main() -> int:

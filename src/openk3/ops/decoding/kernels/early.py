@@ -42,3 +42,8 @@ def early(x: Tensor) -> dict[str, bool]:
 def warps(values: int) -> int:
     """So that a thread has up to 64 of them."""
     return int(min(max(triton.next_power_of_2(values) // 2048, 4), 16))
+
+
+def stages(x: Tensor) -> int:
+    """Steps of a product that are on their way at once: fp32 takes twice the memory."""
+    return 2 if x.dtype == torch.float32 else 4

@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 
 from openk3.ops.activation import Activation
-from openk3.ops.decoding.kernels.early import FEW, early, let_next, wait, warps
+from openk3.ops.decoding.kernels.early import FEW, early, let_next, stages, wait, warps
 from openk3.ops.kernel_operator import kernel_operator
 from openk3.ops.moe.kernels.units import unit as gated_unit
 from openk3.ops.triton_math import PTX
 
 Tensor = torch.Tensor
 
-LIST = {"ROWS": 16, "FEATURES": 64, "DEPTH": 64, "num_warps": 4, "num_stages": 4}
+LIST = {"ROWS": 16, "FEATURES": 64, "DEPTH": 64, "num_warps": 4}
 
 
 @triton.jit
@@ -248,11 +248,11 @@ def _expert_sums_op(
     _lists[(E,)](ids, lists, counts, n, k=k, BLOCK=BLOCK, num_warps=4, **early(x))
     _list_units[(E, triton.cdiv(F, LIST["FEATURES"]))](
         x, lists, counts, w1, w3, hidden, n, F, L, gate_cap, up_cap, k=k, UNIT=kind, COARSE=coarse,
-        **LIST, **early(x),
+        **LIST, num_stages=stages(x), **early(x),
     )  # fmt: skip
     _list_downs[(E, triton.cdiv(L, LIST["FEATURES"]))](
         hidden, lists, counts, w2, rows, n, F, L, ROWS=LIST["ROWS"], COLUMNS=LIST["FEATURES"],
-        DEPTH=LIST["DEPTH"], num_warps=LIST["num_warps"], num_stages=LIST["num_stages"], **early(x),
+        DEPTH=LIST["DEPTH"], num_warps=LIST["num_warps"], num_stages=stages(x), **early(x),
     )  # fmt: skip
     WIDTH = triton.next_power_of_2(L)
     _weighted_sums[(n,)](rows, weights, out, L, k=k, WIDTH=WIDTH, num_warps=warps(WIDTH), **early(x))

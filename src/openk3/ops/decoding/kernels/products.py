@@ -15,7 +15,7 @@ import triton.language as tl
 
 from openk3.ops.activation import Activation
 from openk3.ops.decoding import BLOCK, Joined, StreamMix
-from openk3.ops.decoding.kernels.early import FEW, early, let_next, wait, warps
+from openk3.ops.decoding.kernels.early import FEW, early, let_next, stages, wait, warps
 from openk3.ops.kernel_operator import kernel_operator
 from openk3.ops.moe.kernels.units import unit as gated_unit
 from openk3.ops.precision import wide
@@ -256,7 +256,7 @@ def _launch_products(x: Tensor, matrix: Tensor, blocks: Tensor, out: Tensor, exa
     ROWS = 16 if n <= 16 else 64
     _products[(len(blocks), triton.cdiv(n, ROWS))](
         x, matrix, blocks, out, exact, n, d,
-        ROWS=ROWS, COLUMNS=BLOCK, DEPTH=DEPTH, num_warps=4, num_stages=4, **early(x),
+        ROWS=ROWS, COLUMNS=BLOCK, DEPTH=DEPTH, num_warps=4, num_stages=stages(x), **early(x),
     )  # fmt: skip
 
 
@@ -326,8 +326,8 @@ def _products_into_op(
     _products_into[(triton.cdiv(d, COLUMNS), tiles)](
         out, weight, x, gain, gate, unit_gate, unit_up, n, d, a, b, eps, gate_cap, up_cap,
         ADD=add, X=x is not None, NORM=gain is not None, GATE=gate is not None,
-        UNIT=unit_of, COARSE=coarse, ROWS=16, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=4, num_stages=4,
-        **early(out),
+        UNIT=unit_of, COARSE=coarse, ROWS=16, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=4,
+        num_stages=stages(out), **early(out),
     )  # fmt: skip
 
 
