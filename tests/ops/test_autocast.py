@@ -73,6 +73,13 @@ def _experts(draw: Draw, few: bool = False) -> Any:
     return moe.expert_ffn(x, routing.weights, moe.plan(routing.ids, E), w1, w3, w2, moe.Activation())
 
 
+def _entry(draw: Draw) -> Any:
+    entry = moe.route_and_project(
+        draw(T, 8), draw(E, 8), draw(16, 8), torch.zeros(E), 2, counted=moe.Counted(None, 50)
+    )
+    return entry.routing.weights, entry.latent, entry.routing.ids, entry.load, entry.histogram
+
+
 def _balance(draw: Draw) -> Any:
     scores, bias = draw(T, E).detach().sigmoid(), torch.zeros(E)
     counts = quantile_balance.required_bias_histogram(scores, scores.amax(1), bias)
@@ -129,6 +136,7 @@ OPERATORS: dict[str, Callable[[Draw], Any]] = {
         draw(T, K), draw(E, K), torch.arange(T) % E
     ),
     "expert_ffn": _experts,
+    "route_and_project": _entry,
     "expert_ffn_few": _few_experts,
     "quantile_balance": _balance,
     "mx": _mx,
@@ -136,7 +144,7 @@ OPERATORS: dict[str, Callable[[Draw], Any]] = {
 
 
 # Composed of torch's operators, whose derivatives follow autocast where the backward itself runs under it.
-TORCHS_DERIVATIVES = {"attnres_bank_mixes"}
+TORCHS_DERIVATIVES = {"attnres_bank_mixes", "route_and_project"}
 
 
 def _results(operator: Callable[[Draw], Any], forward: bool, backward: bool) -> list[Tensor]:

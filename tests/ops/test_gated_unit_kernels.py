@@ -6,6 +6,7 @@ import pytest
 import torch
 from closeness import kept_by, relative_error, worst_element
 
+from openk3.errors import InvalidInput
 from openk3.ops.activation import Activation
 from openk3.ops.dispatch import triton_problem
 
@@ -129,3 +130,28 @@ def test_torch_compile_sees_one_graph():
     expected = torch.autograd.grad(loss(*leaves), leaves)
     for mine, same in zip(torch.autograd.grad(compiled(*leaves), leaves), expected, strict=True):
         assert torch.equal(mine, same)
+
+
+@every_kind
+@pytest.mark.parametrize(("T", "F"), [(1, 300), (19, 5), (9, 256), (4, 1), (0, 4), (3, 0)])
+def test_one_tensor_of_both_gives_the_result_of_its_halves(kind, T, F):
+    both, d_out = 3 * torch.randn(T, 2 * F), torch.randn(T, F)
+    leaf = both.clone().requires_grad_()
+    out = Activation(kind).of_halves(leaf, implementation="triton")
+    (d_both,) = torch.autograd.grad(out, leaf, d_out)
+    wanted, d_gate, d_up = run(kind, *both.chunk(2, dim=1), d_out)
+    assert torch.equal(out, wanted)
+    assert d_both.is_contiguous() and torch.equal(d_both, torch.cat([d_gate, d_up], dim=1))
+    assert [
+        t.data_ptr() for t in kept_by(lambda: Activation(kind).of_halves(leaf, implementation="triton"))
+    ] == [leaf.data_ptr()]
+
+
+def test_halves_need_an_even_axis_and_pass_opcheck():
+    with pytest.raises(InvalidInput, match="halves"):
+        Activation().of_halves(torch.ones(2, 3))
+    both = torch.randn(3, 8).requires_grad_()
+    assert torch.equal(Activation().of_halves(both), Activation()(both[:, :4], both[:, 4:]))  # eager
+    torch.library.opcheck(torch.ops.openk3.gated_unit_halves.default, (both, "situ", 4.0, 25.0))
+    plain = both.detach(), both.detach()[:, :4], "situ", 4.0, 25.0
+    torch.library.opcheck(torch.ops.openk3.gated_unit_halves_backward.default, plain)

@@ -115,7 +115,9 @@ def _margins(model: K3, sequences: Sequence[Tensor]) -> list[float]:
     lengths = [len(s) for s in sequences]
     margin = torch.full((sum(lengths),), torch.inf)
 
-    def see(router: Router, _: object, routing: Routing) -> None:
+    def see(router: Router, _: object, out: tuple[Routing, Tensor]) -> None:
+        routing, _ = out
+        assert routing.scores is not None
         biased = routing.scores + router.e_score_correction_bias
         margin.copy_(torch.minimum(margin, biased.gather(1, routing.ids).amin(1) - routing.cutoff))
 

@@ -6,18 +6,17 @@ It is in no optimizer and has no gradient.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from openk3.config import ModelConfig, MoeConfig
 from openk3.model.ffn import GatedFfn, activation_of
 from openk3.model.layers import At, Linear, RmsNorm, weight
 from openk3.model.protocols import ExpertWeights, Seams
 from openk3.model.record import ForwardRecord
-from openk3.ops.moe import Routing, route
-from openk3.ops.precision import wide
-from openk3.ops.quantile_balance import required_bias_histogram
+from openk3.ops.moe import Counted, Routing, route_and_project
 
 Tensor = torch.Tensor
 
@@ -35,38 +34,33 @@ class Router(nn.Module):
         bias = torch.zeros(config.num_experts, dtype=at.precise.dtype, device=at.device)
         self.register_buffer("e_score_correction_bias", bias)
 
-    def forward(self, x: Tensor, record: ForwardRecord | None) -> Routing:
-        """`x`: `[T, d]`. A record that already holds this layer's decision is obeyed and not counted into
-        again."""
-        precise = wide(x.dtype)
-        logits = F.linear(x.to(precise), self.weight.to(precise))
-        routing = route(
-            logits,
-            self.e_score_correction_bias,
-            self.config.experts_per_token,
-            scaling_factor=self.config.routed_scaling,
-            renormalize=self.config.renormalize,
-            chosen=record.chosen.get(self.layer) if record else None,
-        )
-        if record is not None and self.training and self.layer not in record.chosen:
-            self._count(routing, record)
-        return routing
+    def forward(self, x: Tensor, down: Tensor | None, record: ForwardRecord | None) -> tuple[Routing, Tensor]:
+        """`x` `[T, d]` to its routes and to what its experts read: `[T, l]` by `down` `[l, d]`, or x itself.
 
-    def _count(self, routing: Routing, record: ForwardRecord) -> None:
-        record.chosen[self.layer] = routing.ids, routing.cutoff
-        # As bincount, which would stop a GPU to look for the largest id, and a selection for its length.
-        ids, mask = routing.ids, record.token_mask
-        counted = torch.ones_like(ids) if mask is None else mask.long()[:, None].expand_as(ids)
-        load = ids.new_zeros(self.config.num_experts)
-        record.load[self.layer] = load.scatter_add_(0, ids.flatten(), counted.flatten())
-        if self.config.balancing == "qb":
-            record.histogram[self.layer] = required_bias_histogram(
-                routing.scores.detach(),
-                routing.cutoff,
-                self.e_score_correction_bias,
-                token_mask=record.token_mask,
-                bins=self.config.qb_bins,
-            )
+        A record that already holds this layer's decision is obeyed and not counted into again.
+        """
+        c = self.config
+        chosen = record.chosen.get(self.layer) if record else None
+        counted = None
+        if record is not None and self.training and chosen is None:
+            counted = Counted(record.token_mask, c.qb_bins if c.balancing == "qb" else None)
+        entry = route_and_project(
+            x,
+            self.weight,
+            down,
+            self.e_score_correction_bias,
+            c.experts_per_token,
+            scaling_factor=c.routed_scaling,
+            renormalize=c.renormalize,
+            chosen=chosen,
+            counted=counted,
+        )
+        if record is not None and entry.load is not None:
+            record.chosen[self.layer] = entry.routing.ids, entry.routing.cutoff
+            record.load[self.layer] = entry.load
+            if entry.histogram is not None:
+                record.histogram[self.layer] = entry.histogram
+        return entry.routing, entry.latent
 
 
 class Experts(nn.Module):
@@ -109,11 +103,17 @@ class LatentMoe(nn.Module):
         )
 
     def forward(self, x: Tensor, record: ForwardRecord | None) -> Tensor:
+        routed = partial(self._routed, record=record)
+        if self.shared_experts is None:
+            return routed(x)
+        out, shared = self.seams.overlap(x, routed, self.shared_experts)
+        return out + shared
+
+    def _routed(self, x: Tensor, record: ForwardRecord | None) -> Tensor:
         tag = self.seams.tag
-        routing = self.gate(x, record)
-        z = self.routed_expert_down_proj(x) if self.latent else x
+        routing, z = self.gate(x, self.routed_expert_down_proj.weight if self.latent else None, record)
         u = self.seams.dispatch(tag(z, "moe.latent"), routing, self.experts(), self.activation)
         if self.normed:
             u = self.routed_expert_norm(tag(u, "moe.combined"))
         routed: Tensor = self.routed_expert_up_proj(u) if self.latent else u
-        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+        return routed

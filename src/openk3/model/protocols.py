@@ -1,11 +1,12 @@
 """What the model asks of the floors above it, and the local answers.
 
-Three seams, passed in when a model is built. `openk3.distributed` and `openk3.memory` implement them for many
+Four seams, passed in when a model is built. `openk3.distributed` and `openk3.memory` implement them for many
 ranks and for memory policies; the twins here are one device's. The model knows no rank, group or policy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,7 +85,7 @@ class LocalDispatch:
     """All experts on this device."""
 
     def __call__(self, x: Tensor, routing: Routing, experts: ExpertWeights, activation: Activation) -> Tensor:
-        table = plan(routing.ids, experts.w1.shape[0])
+        table = plan(routing.ids, experts.w1.shape[0], counts=routing.counts)
         return expert_ffn(x, routing.weights, table, experts.w1, experts.w3, experts.w2, activation)
 
 
@@ -118,6 +119,23 @@ class LocalContext:
         return MlaState(latents, cu_seqlens) if kept is None else kept.extended(latents, cu_seqlens)
 
 
+class Overlap(Protocol):
+    """Two functions of one input that need nothing of each other."""
+
+    def __call__(
+        self, x: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """first(x), second(x)."""
+        ...
+
+
+def in_turn(
+    x: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """One after the other."""
+    return first(x), second(x)
+
+
 def untagged(x: Tensor, name: str) -> Tensor:
     """The tag when no memory policy listens: identity."""
     return x
@@ -125,11 +143,15 @@ def untagged(x: Tensor, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Seams:
-    """The three protocols a model is built with."""
+    """The protocols a model is built with.
+
+    overlap: how a mixture runs its shared experts beside the routed ones; `SideStream` on a GPU.
+    """
 
     dispatch: ExpertDispatch
     context: SequenceContext
     tag: ActivationTag
+    overlap: Overlap = in_turn
 
 
 LOCAL = Seams(dispatch=LocalDispatch(), context=LocalContext(), tag=untagged)

@@ -11,13 +11,14 @@ from typing import Literal, get_args
 import torch
 
 from openk3.errors import InvalidInput
-from openk3.ops.dispatch import Implementation
+from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
 from openk3.ops.glu import glu, swiglu
 from openk3.ops.glu.eager import glu_forward, glu_partials, swiglu_forward, swiglu_partials
 from openk3.ops.situ import situ_glu
 from openk3.ops.situ.eager import situ_forward, situ_partials
 
 Kind = Literal["situ", "swiglu", "glu"]
+HALVES = Kernel("Activation.of_halves", takes="any shape; bf16, fp16 or fp32", checked_on=NOWHERE)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,28 @@ class Activation:
                 return swiglu(gate, up, implementation=implementation)
             case "glu":
                 return glu(gate, up, implementation=implementation)
+
+    def of_halves(self, both: torch.Tensor, *, implementation: Implementation | None = None) -> torch.Tensor:
+        """The same of gate and up side by side, `[..., 2F]` -> `[..., F]`, as one product makes them.
+
+        By default the kernels where `takes_halves`; they write the two gradients side by side too.
+
+        Raises:
+            InvalidInput: the last axis is odd.
+            KernelUnavailable: the forced implementation cannot run here.
+        """
+        if both.dim() == 0 or both.shape[-1] % 2:
+            raise InvalidInput(f"Activation: both is {tuple(both.shape)}; its last axis must have halves")
+        if choose("activation", both, implementation, by_default=HALVES.checked) == "triton":
+            from openk3.ops.gated_unit_kernels import gated_unit_halves
+
+            return gated_unit_halves(both, self.kind, self.gate_cap, self.up_cap)
+        gate, up = both.chunk(2, dim=-1)
+        return self(gate, up, implementation=implementation)
+
+    def takes_halves(self, x: torch.Tensor) -> bool:
+        """Whether gate and up are best made by one product of x: where kernels read them from there."""
+        return HALVES.checked and x.is_cuda and choose("activation", x, None) == "triton"
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """The same without autograd, for those who write their own backward."""

@@ -129,7 +129,7 @@ def _forward(
 
 @triton.jit(do_not_specialize=["T"])
 def _backward(
-    gate, gate_row: tl.int64, up, up_row: tl.int64, d_out, d_out_row: tl.int64, d_gate, d_up,
+    gate, gate_row: tl.int64, up, up_row: tl.int64, d_out, d_out_row: tl.int64, d_gate, d_up, d_row: tl.int64,
     T, F, gate_cap, up_cap, UNIT: tl.constexpr, CAP_4: tl.constexpr,
     SLICES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -138,8 +138,8 @@ def _backward(
     u = tl.load(up + row * up_row + col, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(d_out + row * d_out_row + col, mask=inside, other=0.0).to(tl.float32)
     by_gate, by_up = _gradients(g, u, d, gate_cap, up_cap, UNIT, CAP_4)
-    tl.store(d_gate + row * F + col, by_gate.to(d_gate.dtype.element_ty), mask=inside)
-    tl.store(d_up + row * F + col, by_up.to(d_up.dtype.element_ty), mask=inside)
+    tl.store(d_gate + row * d_row + col, by_gate.to(d_gate.dtype.element_ty), mask=inside)
+    tl.store(d_up + row * d_row + col, by_up.to(d_up.dtype.element_ty), mask=inside)
 
 
 # A program's tile: 8 warps x 32 lanes x 8 values, 16 bytes of bf16. Rows side by side are one long row.
@@ -189,8 +189,8 @@ def _gated_unit_backward(
     if gate.numel():
         (g, u, d), grid, tile = _rows(gate, up, d_out)
         _backward[grid](
-            g, g.stride(0), u, u.stride(0), d, d.stride(0), d_gate, d_up, *g.shape, gate_cap, up_cap,
-            UNIT=unit, CAP_4=gate_cap == 4, **tile,
+            g, g.stride(0), u, u.stride(0), d, d.stride(0), d_gate, d_up, g.shape[1], *g.shape,
+            gate_cap, up_cap, UNIT=unit, CAP_4=gate_cap == 4, **tile,
         )  # fmt: skip
     return d_gate, d_up
 
@@ -219,4 +219,58 @@ _gated_unit.register_autograd(_differentiate, setup_context=_keep)
 def gated_unit(gate: Tensor, up: Tensor, unit: str, gate_cap: float = 1.0, up_cap: float = 1.0) -> Tensor:
     """`[..., F]` twice to `[..., F]` in their dtype, with autograd; `unit` is "situ", "swiglu" or "glu"."""
     out: Tensor = torch.ops.openk3.gated_unit(gate, up, unit, gate_cap, up_cap)
+    return out
+
+
+@kernel_operator("openk3::gated_unit_halves")
+def _gated_unit_halves(both: Tensor, unit: str, gate_cap: float, up_cap: float) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return _gated_unit(gate, up, unit, gate_cap, up_cap)  # type: ignore[no-any-return]
+
+
+@_gated_unit_halves.register_fake
+def _(both: Tensor, unit: str, gate_cap: float, up_cap: float) -> Tensor:
+    return both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+
+
+@kernel_operator("openk3::gated_unit_halves_backward")
+def _gated_unit_halves_backward(
+    both: Tensor, d_out: Tensor, unit: str, gate_cap: float, up_cap: float
+) -> Tensor:
+    d_both = both.new_empty(both.shape)
+    if both.numel():
+        (g, u, d), grid, tile = _rows(*both.chunk(2, dim=-1), d_out)
+        F = g.shape[1]
+        d_rows = d_both.view(-1, 2 * F)
+        _backward[grid](
+            g, g.stride(0), u, u.stride(0), d, d.stride(0), d_rows, d_rows[:, F:], 2 * F, *g.shape,
+            gate_cap, up_cap, UNIT=unit, CAP_4=gate_cap == 4, **tile,
+        )  # fmt: skip
+    return d_both
+
+
+@_gated_unit_halves_backward.register_fake
+def _(both: Tensor, d_out: Tensor, unit: str, gate_cap: float, up_cap: float) -> Tensor:
+    return both.new_empty(both.shape)
+
+
+def _keep_halves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    both, *ctx.unit = inputs
+    ctx.save_for_backward(both)
+
+
+def _differentiate_halves(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    (both,) = ctx.saved_tensors
+    return torch.ops.openk3.gated_unit_halves_backward(both, d_out, *ctx.unit), None, None, None
+
+
+_gated_unit_halves.register_autograd(_differentiate_halves, setup_context=_keep_halves)
+
+
+def gated_unit_halves(both: Tensor, unit: str, gate_cap: float = 1.0, up_cap: float = 1.0) -> Tensor:
+    """`gated_unit` of gate and up side by side in one tensor, `[..., 2F]` to `[..., F]`.
+
+    So is their gradient, which the product that made both then reads as it is.
+    """
+    out: Tensor = torch.ops.openk3.gated_unit_halves(both, unit, gate_cap, up_cap)
     return out

@@ -1,5 +1,7 @@
 """The routed experts of a mixture: route, plan, expert_ffn (report §2.3 eq. 11, §2.3.3 eq. 13).
 
+`route_and_project` is `route` with the products around it, and with the counts that balancing wants.
+
 routing = route(logits, bias, k)
 u = expert_ffn(x, routing.weights, plan(routing.ids, E), w1, w3, w2, Activation())
 """
@@ -13,6 +15,8 @@ from openk3.ops.activation import Activation
 from openk3.ops.dispatch import Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
 from openk3.ops.moe.combine import combine
+from openk3.ops.moe.entry import KERNEL as ENTRY_KERNEL
+from openk3.ops.moe.entry import Counted, Entry, route_and_project
 from openk3.ops.moe.few import expert_ffn_few
 from openk3.ops.moe.plan import KERNEL as PLAN_KERNEL
 from openk3.ops.moe.plan import DispatchPlan, plan
@@ -22,13 +26,16 @@ from openk3.ops.precision import own_dtypes
 
 __all__ = [
     "Activation",
+    "Counted",
     "DispatchPlan",
+    "Entry",
     "Routing",
     "combine",
     "expert_ffn",
     "expert_ffn_few",
     "plan",
     "route",
+    "route_and_project",
 ]
 
 KERNEL = Kernel(
@@ -36,7 +43,7 @@ KERNEL = Kernel(
     takes="bf16 or fp16, widths that 8 divides, compute capability 9.0 or more",
     checked_on="H200 (sm_90)",
 )
-KERNELS = (ROUTE_KERNEL, PLAN_KERNEL, KERNEL)
+KERNELS = (ENTRY_KERNEL, ROUTE_KERNEL, PLAN_KERNEL, KERNEL)
 
 
 @own_dtypes

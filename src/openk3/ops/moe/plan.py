@@ -7,6 +7,7 @@ slot): the same routes always give the same rows and the same sums. Knows nothin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -37,9 +38,30 @@ class DispatchPlan:
         return self.offsets.diff().long()
 
 
-def plan(ids: torch.Tensor, experts: int, *, implementation: Implementation | None = None) -> DispatchPlan:
+class BlockCounts(NamedTuple):
+    """What a kernel that chose the experts counted on its way: half of the work of sorting them.
+
+    table: int32 `[E, blocks]`, of each block of assignments how many go to each expert.
+    span: assignments of a block.
+    ids: the very tensor that was counted.
+    """
+
+    table: torch.Tensor
+    span: int
+    ids: torch.Tensor
+
+
+def plan(
+    ids: torch.Tensor,
+    experts: int,
+    *,
+    counts: BlockCounts | None = None,
+    implementation: Implementation | None = None,
+) -> DispatchPlan:
     """Group the assignments `ids` (`[T, k]` int64, each in [0, experts)) by expert.
 
+    counts: with them the kernels run; those of another tensor, as where a rank keeps its own experts' ids
+        alone, are left unused.
     implementation: force "eager" or "triton"; the plan is the same.
 
     Raises:
@@ -48,9 +70,13 @@ def plan(ids: torch.Tensor, experts: int, *, implementation: Implementation | No
     """
     if ids.dim() != 2 or ids.dtype != torch.int64:
         raise InvalidInput(f"plan: ids are {tuple(ids.shape)} {ids.dtype}; want [T, k] int64")
-    if choose("plan", ids, implementation, by_default=KERNEL.checked) == "triton":
-        from openk3.ops.moe.kernels.plan import plan_tensors
+    counts = counts if counts is not None and counts.ids is ids else None
+    wanted = implementation or (None if counts is None else "triton")
+    if choose("plan", ids, wanted, by_default=KERNEL.checked) == "triton":
+        from openk3.ops.moe.kernels.plan import plan_of_counts, plan_tensors
 
+        if counts is not None:
+            return DispatchPlan(*plan_of_counts(ids, counts.table, counts.span))
         return DispatchPlan(*plan_tensors(ids, experts))
     T, k = ids.shape
     by_expert, order = ids.reshape(-1).sort(stable=True)

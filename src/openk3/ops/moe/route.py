@@ -14,6 +14,7 @@ import torch
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
+from openk3.ops.moe.plan import BlockCounts
 from openk3.ops.precision import own_dtypes, wide
 
 WIDEST_CHOICE = 4096  # experts that a program of the kernel holds
@@ -25,14 +26,16 @@ class Routing(NamedTuple):
 
     ids: `[T, k]` int64, distinct within a row, by falling score + bias; ties go to the lower expert index.
     weights: `[T, k]` in the logits' dtype, differentiable to the logits.
-    scores: `[T, E]` sigmoid of the logits, differentiable.
+    scores: `[T, E]` sigmoid of the logits, differentiable; None where kernels chose, which keep none.
     cutoff: `[T]` the (k+1)-th largest of scores + bias, detached; -inf where every expert is chosen.
+    counts: for `plan`, where the kernel that chose made them.
     """
 
     ids: torch.Tensor
     weights: torch.Tensor
-    scores: torch.Tensor
+    scores: torch.Tensor | None
     cutoff: torch.Tensor
+    counts: BlockCounts | None = None
 
 
 @own_dtypes

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from openk3.ops.attention.kernels.paged import append_rows, attend_part, mix_parts
+from openk3.ops.kernel_operator import kernel_operator
 
 Tensor = torch.Tensor
 
@@ -99,7 +100,7 @@ def with_rows(x: Tensor) -> Tensor:
     return x.reshape(-1, *x.shape[2:])
 
 
-@torch.library.custom_op("openk3::mla_decode", mutates_args=())
+@kernel_operator("openk3::mla_decode", mutates_args=())
 def _decode(
     q_latent: Tensor,
     q_shared: Tensor,
@@ -182,7 +183,7 @@ def _(q_latent, q_shared, cache, block_table, lengths, scale, max_length, split)
     return q_latent.new_empty(N, W, H, R), q_latent.new_empty(N, W, H, dtype=torch.float32)
 
 
-@torch.library.custom_op("openk3::mla_append", mutates_args=("cache",))
+@kernel_operator("openk3::mla_append", mutates_args=("cache",))
 def _append(latents: Tensor, cache: Tensor, slots: Tensor) -> None:
     T, D = latents.shape
     if T:

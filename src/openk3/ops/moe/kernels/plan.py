@@ -37,17 +37,17 @@ def _count(ids, counts, R, E, blocks, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit(do_not_specialize=["R", "blocks"])
 def _place(
-    ids, ends, order, tokens, rows, R, k, blocks, BLOCK: tl.constexpr, TURN: tl.constexpr
+    ids, ends, order, tokens, rows, R, k, blocks, span, BLOCK: tl.constexpr, TURN: tl.constexpr
 ):  # fmt: skip
     b = tl.program_id(0)
     i = tl.arange(0, BLOCK)
-    a = b * BLOCK + i
-    inside = a < R
+    a = b * span + i
+    inside = (i < span) & (a < R)
     expert = tl.load(ids + a, mask=inside, other=0).to(tl.int32)
     earlier = tl.zeros([BLOCK], tl.int32)
     for first in range(0, BLOCK, TURN):
         j = first + tl.arange(0, TURN)
-        other = tl.load(ids + b * BLOCK + j, mask=b * BLOCK + j < R, other=-1).to(tl.int32)
+        other = tl.load(ids + b * span + j, mask=b * span + j < R, other=-1).to(tl.int32)
         same = (other[None, :] == expert[:, None]) & (j[None, :] < i[:, None])
         earlier += tl.sum(same.to(tl.int32), 1)
     # `ends` is the inclusive sum: what came before this block and expert is the entry before.
@@ -59,31 +59,50 @@ def _place(
     tl.store(tokens + row, (a // k).to(tl.int64), mask=inside)
 
 
+def _place_all(ids: Tensor, counts: Tensor, span: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (T, k), (experts, blocks), R = ids.shape, counts.shape, ids.numel()
+    order, tokens = (torch.empty(R, dtype=torch.int64, device=ids.device) for _ in range(2))
+    rows = torch.empty(T, k, dtype=torch.int64, device=ids.device)
+    if R == 0:
+        return order, tokens, rows, torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
+    ends = counts.view(-1).cumsum(0, dtype=torch.int32)
+    _place[(blocks,)](
+        ids, ends, order, tokens, rows, R, k, blocks, span,
+        BLOCK=max(TURN, triton.next_power_of_2(span)), TURN=TURN, num_warps=4,
+    )  # fmt: skip
+    return order, tokens, rows, pad(ends.view(experts, blocks)[:, -1], (1, 0))
+
+
 @kernel_operator("openk3::dispatch_plan")
 def plan_tensors(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """order, tokens `[T k]`, rows `[T, k]`, all int64, and offsets int32 `[E+1]`, of ids `[T, k]` int64."""
-    T, k = ids.shape
-    R, device = T * k, ids.device
-    order, tokens = (torch.empty(R, dtype=torch.int64, device=device) for _ in range(2))
-    rows = torch.empty(T, k, dtype=torch.int64, device=device)
-    if R == 0:
-        return order, tokens, rows, torch.zeros(experts + 1, dtype=torch.int32, device=device)
-    ids = ids.contiguous()
+    ids, R = ids.contiguous(), ids.numel()
     blocks = triton.cdiv(R, BLOCK)
-    counts = torch.empty(experts, blocks, dtype=torch.int32, device=device)
-    EXPERTS = max(32, triton.next_power_of_2(experts))
-    _count[(blocks,)](ids, counts, R, experts, blocks, EXPERTS=EXPERTS, BLOCK=BLOCK, num_warps=4)
-    ends = counts.view(-1).cumsum(0, dtype=torch.int32)
-    _place[(blocks,)](
-        ids, ends, order, tokens, rows, R, k, blocks, BLOCK=BLOCK, TURN=TURN, num_warps=4
-    )  # fmt: skip
-    return order, tokens, rows, pad(ends.view(experts, blocks)[:, -1], (1, 0))
+    counts = torch.empty(experts, blocks, dtype=torch.int32, device=ids.device)
+    if R:
+        EXPERTS = max(32, triton.next_power_of_2(experts))
+        _count[(blocks,)](ids, counts, R, experts, blocks, EXPERTS=EXPERTS, BLOCK=BLOCK, num_warps=4)
+    return _place_all(ids, counts, BLOCK)
+
+
+@kernel_operator("openk3::dispatch_plan_of_counts")
+def plan_of_counts(ids: Tensor, counts: Tensor, span: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`plan_tensors` where the first pass was made already: int32 counts `[E, blocks]` of each `span`
+    assignments."""
+    return _place_all(ids.contiguous(), counts.contiguous(), span)
 
 
 @plan_tensors.register_fake
 def _(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     flat = ids.new_empty(ids.numel())
     return flat, torch.empty_like(flat), torch.empty_like(ids), ids.new_empty(experts + 1, dtype=torch.int32)
+
+
+@plan_of_counts.register_fake
+def _(ids: Tensor, counts: Tensor, span: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    flat = ids.new_empty(ids.numel())
+    offsets = ids.new_empty(counts.shape[0] + 1, dtype=torch.int32)
+    return flat, torch.empty_like(flat), ids.new_empty(ids.shape), offsets
 
 
 @triton.jit
