@@ -16,7 +16,7 @@ import torch
 
 from openk3.data import IGNORED, Batch, Loader
 
-__all__ = ["Feed", "Fed"]
+__all__ = ["Fed", "Feed"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class Fed:
     host: Batch
     valid: int
     tokens: int
-
 
     @classmethod
     def of(cls, local: Batch, host: Batch) -> Fed:
@@ -54,7 +53,7 @@ class Feed:
         self._loader, self._device = loader, device
         self._ahead: tuple[int, Future[_Step]] | None = None
         gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if gpu else None
+        self._stream = torch.cuda.Stream(device) if gpu else None  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(1, "loader") if gpu else None
 
     def __next__(self) -> tuple[Fed, ...]:

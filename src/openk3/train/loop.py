@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from openk3.checkpoint.atomic import atomic_write_text, make_folder
 from openk3.checkpoint.jsonl import read_jsonl
 from openk3.checkpoint.lock import only_writer
@@ -147,7 +149,9 @@ def _run(
     log_file = folder / "metrics.jsonl"
     last = next((row for row in reversed(read_jsonl(log_file)) if row["step"] == state.step), None)
     if last is None:
-        raise CheckpointError(f"{log_file}: the row of step {state.step} is gone, though its checkpoint is there")
+        raise CheckpointError(
+            f"{log_file}: the row of step {state.step} is gone, though its checkpoint is there"
+        )
     return RunResult(folder, last, state.model.eval())
 
 

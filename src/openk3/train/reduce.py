@@ -34,7 +34,7 @@ class Reduction(Protocol):
         ...
 
     def gradient_norm(self, parameters: NamedParameters) -> Tensor:
-        """L2 norm of the global gradient, float64 `[]` on its device, for the spike guard and for clipping."""
+        """L2 norm of the global gradient, float64 `[]` on its device, for spike guard and clipping."""
         ...
 
     def sums(self, values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ arise, and before anything of that step is saved.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,14 +25,13 @@ from openk3.optim import clip_scale, lr_factor
 from openk3.train.balance import routers, update_biases
 from openk3.train.config import TrainConfig
 from openk3.train.metrics import Row, attention_metrics, bias_metrics, detail_metrics, expert_metrics
-from openk3.train.readback import Lap, Readback
+from openk3.train.readback import Lap, Name, Readback
 from openk3.train.reduce import Reduction
 from openk3.train.spike import SpikeGuard
 from openk3.train.state import TrainState
 from openk3.train.totals import StepTotals
 
 Tensor = torch.Tensor
-Name = tuple[str, int | str]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Unread:
     step: int
     detail: bool
     lr: float
-    numbers: Readback[Name]
+    numbers: Readback
     lap: Lap
 
 
@@ -136,20 +135,26 @@ def read(state: TrainState, unread: Unread, peak: float | None) -> Row:
         raise TrainingDiverged(
             f"{state.guard.skipped_in_a_row} gradients in a row were spikes, last {norm:.3g}"
         )
-    max_logit = dict(_of("max_logit", numbers))
+    max_logit = _by_layer("max_logit", numbers)
     if admitted:
         _check_logits(max_logit)
     state.updates += admitted
     tokens, flops = int(numbers["tokens", ""]), int(numbers["flops", ""])
     state.tokens += tokens
 
-    row: Row = {"step": unread.step, "loss": loss, "lr": unread.lr, "grad_norm": norm, "skipped": not admitted}
+    row: Row = {
+        "step": unread.step,
+        "loss": loss,
+        "lr": unread.lr,
+        "grad_norm": norm,
+        "skipped": not admitted,
+    }
     if ("mtp", "") in numbers:
         row["mtp_loss"] = float(numbers["mtp", ""])
-    row |= expert_metrics(dict(_of("load", numbers)), detail=unread.detail)
-    row |= bias_metrics(dict(_of("bias_range", numbers)))
-    row |= attention_metrics(max_logit, dict(_of("clipped", numbers)))
-    row |= detail_metrics(dict(_of("attn_res", numbers)), dict(_of("state_norm", numbers)))
+    row |= expert_metrics(_by_layer("load", numbers), detail=unread.detail)
+    row |= bias_metrics(_by_layer("bias_range", numbers))
+    row |= attention_metrics(max_logit, _by_layer("clipped", numbers))
+    row |= detail_metrics(_of("attn_res", numbers), _by_layer("state_norm", numbers))
     seconds = unread.lap.seconds()
     row |= {"tokens": state.tokens, "flops": flops}
     row |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds}
@@ -176,8 +181,12 @@ def _check_logits(max_logit: Mapping[int, Tensor]) -> None:
 
 
 def _named(kind: str, values: Mapping[int, Tensor] | Mapping[str, Tensor]) -> dict[Name, Tensor]:
-    return {(kind, name): value for name, value in values.items()}
+    return {(kind, str(name)): value for name, value in values.items()}
 
 
-def _of(kind: str, numbers: Mapping[Name, Tensor]) -> Iterator[tuple[int | str, Tensor]]:
-    return ((name, value) for (of, name), value in numbers.items() if of == kind)
+def _of(kind: str, numbers: Mapping[Name, Tensor]) -> dict[str, Tensor]:
+    return {name: value for (of, name), value in numbers.items() if of == kind}
+
+
+def _by_layer(kind: str, numbers: Mapping[Name, Tensor]) -> dict[int, Tensor]:
+    return {int(layer): value for layer, value in _of(kind, numbers).items()}

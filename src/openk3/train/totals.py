@@ -1,4 +1,4 @@
-"""What the micro-batches of a step add up to, on this rank and then on all. Nothing here waits for the device."""
+"""What the micro-batches of a step add up to, on this rank and then on all. Nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class StepTotals:
 
     @classmethod
     def nothing(cls, device: torch.device) -> StepTotals:
-        return cls(*torch.zeros(5, dtype=torch.float64, device=device).unbind())
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return cls(zero, zero, zero, zero, zero)
 
     def add(self, loss: Loss, record: ForwardRecord, fed: Fed, config: ModelConfig) -> None:
         """Take in one micro-batch."""
@@ -64,8 +65,13 @@ class StepTotals:
     def reduced(self, reduction: Reduction) -> StepTotals:
         """The same of the whole step, over all ranks."""
         local = [self.next_token, self.mtp, self.mtp_count, self.tokens, self.flops]
+        next_token, mtp, mtp_count, tokens, flops = reduction.sums(torch.stack(local)).unbind()
         return StepTotals(
-            *reduction.sums(torch.stack(local)).unbind(),
+            next_token,
+            mtp,
+            mtp_count,
+            tokens,
+            flops,
             load=reduction.counts(self.load),
             histogram=reduction.counts(self.histogram),
             max_logit=reduction.maxima(self.max_logit),
