@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import tiny_config, tiny_data, tiny_run
+from tiny_run import tiny_config, tiny_data, tiny_run, without_timing
 
 from openk3.checkpoint.jsonl import read_jsonl
 from openk3.checkpoint.train_state import CheckpointStore
@@ -224,29 +224,62 @@ def _rows(folder) -> int:
     return len(read_jsonl(path)) if path.exists() else 0
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run_and_leaves_its_checkpoint_as_it_was(tmp_path, monkeypatch):
-    config = tiny_config()
-    loss = K3.loss
+def poisoned_at(monkeypatch, number: int, accumulation: int = 2) -> None:
+    """The loss of step `number` of the next run is NaN."""
+    loss, calls = K3.loss, 0
 
     def poisoned(self, *args, **kwargs):
+        nonlocal calls
+        calls += self.training
         out = loss(self, *args, **kwargs)
-        return type(out)(
-            out.total,
-            out.next_token * (math.nan if _rows(tmp_path) >= 5 else 1),
-            out.mtp,
-            out.mtp_count,
-            out.count,
-        )
+        factor = math.nan if self.training and (calls - 1) // accumulation + 1 == number else 1.0
+        return type(out)(out.total, out.next_token * factor, out.mtp, out.mtp_count, out.count)
 
     monkeypatch.setattr(K3, "loss", poisoned)
+
+
+@pytest.mark.parametrize("number", [6, 7, 8], ids=["after an evaluation", "read late", "before a checkpoint"])
+def test_a_loss_that_is_not_a_number_ends_the_run_and_leaves_its_checkpoint_as_it_was(
+    tmp_path, monkeypatch, number
+):
+    poisoned_at(monkeypatch, number)
     with pytest.raises(TrainingDiverged) as caught:
-        tiny_run(config, tmp_path)
+        tiny_run(tiny_config(), tmp_path)
     message = str(caught.value)
-    assert "step 6: the loss is nan" in message
+    assert f"step {number}: the loss is nan" in message
     assert str(tmp_path / "checkpoints" / "step-00000004") in message
+    assert _rows(tmp_path) == number - 1
     store = CheckpointStore(tmp_path / "checkpoints")
     assert store.steps() == [4]
     assert all(bool(t.isfinite().all()) for t in store.load(4)["model"].values())
+
+
+def test_a_step_with_such_a_loss_changes_nothing_before_it_is_read(tmp_path, monkeypatch):
+    config, state = fresh(tmp_path)
+    step(state, config)
+    before = everything(state)
+    poisoned_at(monkeypatch, 1)
+    unread = update(state, config, OneProcess(), launch(state, config, OneProcess()))
+    assert all(torch.equal(tensor, everything(state)[name]) for name, tensor in before.items())
+    with pytest.raises(TrainingDiverged, match="the loss is nan"):
+        read(state, unread, None)
+
+
+def test_a_step_read_while_the_next_one_runs_has_the_row_it_would_have_had(tmp_path):
+    """With a guard that skips now and then, whose limits need all rows before."""
+    changes = {"train": {"spike": {"multiple": 1.01, "history": 2, "patience": 100}}}
+    config, late = fresh(tmp_path, **changes)
+    _, at_once = fresh(tmp_path, **changes)
+    expected = [step(at_once, config) for _ in range(12)]
+    rows, unread = [], None
+    for _ in range(12):
+        launched = launch(late, config, OneProcess())
+        rows += [read(late, unread, None)] if unread else []
+        unread = update(late, config, OneProcess(), launched)
+    rows.append(read(late, unread, None))
+    assert without_timing(rows) == without_timing(expected)
+    assert 0 < sum(row["skipped"] for row in rows) < 10
+    assert all(torch.equal(tensor, everything(late)[name]) for name, tensor in everything(at_once).items())
 
 
 def test_the_learning_rate_follows_the_schedule_and_gradients_are_clipped(tmp_path):
