@@ -88,7 +88,7 @@ def update(state: TrainState, config: TrainConfig, reduction: Reduction, launche
     lr = config.optim.lr * lr_factor(step - 1, config.train.total_steps, config.schedule)
 
     admitted = within_limits(state.guard, norm, loss)
-    scale = torch.where(admitted, clip_scale(norm, config.optim.grad_clip), 0.0)
+    scale = clip_scale(norm, config.optim.grad_clip).masked_fill(~admitted, 0.0)
     optimizer.step(lr, scale)
     gammas = optimizer.qk_clip(totals.max_logit, scale)
     update_biases(model, totals.load, totals.histogram, state.updates, admitted)
