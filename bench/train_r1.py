@@ -194,7 +194,8 @@ def real(arguments: argparse.Namespace) -> list[dict[str, object]]:
     micro = arguments.micro[0]
     config = settings(arguments, micro, evaluation__every="250", checkpoint__every="250")
     out = arguments.cache / f"r1-{micro}"
-    result = run(config, out, progress=Told(), seconds=arguments.budget)
+    data = opened(config, arguments)
+    result = run(config, out, data=data, progress=Told(), seconds=arguments.budget)
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "config.toml"):
         shutil.copy(out / name, FOLDER / name)
@@ -213,7 +214,8 @@ def real(arguments: argparse.Namespace) -> list[dict[str, object]]:
     print(
         f"{rate:,.0f} tokens/s over steps {WARM + 1} to {last['step']}, {inside:,.0f} in the median step; "
         f"MFU {flops / seconds / PEAK:.4f}, {without_embedding:.4f} by 6 x non-embedding active parameters; "
-        f"peak memory {peak:.1f} GiB; {last['tokens']:,} tokens seen"
+        f"peak memory {peak:.1f} GiB; {last['tokens']:,} tokens seen, "
+        f"{min(last['tokens'], data.stream.identity()['corpus_tokens']):,} of them unique"
     )
     shape = (
         f"r1, {last['step']} real steps of {STEP_TOKENS // micro} x {micro} tokens, bf16 with fp32 masters, "
