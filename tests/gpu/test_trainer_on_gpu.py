@@ -49,6 +49,7 @@ MODEL = {
     "dense_width": 256,
     "attn_res": {"kind": "block", "block_size": 1},
     "tie_embeddings": True,
+    "mtp_layers": 1,
 }
 
 
@@ -62,6 +63,7 @@ def config(**changes: dict[str, Any]) -> TrainConfig:
             "micro_batch_tokens": 1024,
             "accumulation": 2,
             "precision": "bf16",
+            "mtp_weight": 0.1,
             "device": "cuda",
             "spike": {"multiple": 1.01, "history": 2, "patience": 100},  # skips a step now and then
         },
