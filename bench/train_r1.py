@@ -33,7 +33,6 @@ from typing import Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-import numpy as np
 import torch
 from rows import RESULTS, merge, row
 
@@ -47,6 +46,7 @@ from openk3.train.data import TrainingData, open_data
 from openk3.train.evaluate import evaluate
 from openk3.train.feed import Fed
 from openk3.train.loop import run
+from openk3.train.profile import MadeDocuments
 from openk3.train.progress import Silent
 from openk3.train.recipes import load_recipe
 from openk3.train.reduce import OneProcess
@@ -77,21 +77,6 @@ def settings(
     return load_recipe("r1", overrides | {name.replace("__", "."): value for name, value in changes.items()})
 
 
-class RandomDocuments:
-    """Random tokens in documents of the lengths of source files."""
-
-    def __init__(self, vocabulary: int, tokens: int) -> None:
-        self._random = np.random.default_rng(0)
-        lengths = self._random.lognormal(7.3, 1.2, tokens // 1000).astype(np.int64).clip(16, 100_000)
-        self.lengths = self.byte_counts = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
-        self._vocabulary = vocabulary
-
-    def tokens(self, document: int) -> np.ndarray:
-        return np.random.default_rng(document).integers(
-            0, self._vocabulary, self.lengths[document], dtype=np.uint32
-        )
-
-
 class Told(Silent):
     """What takes long, and a line now and then."""
 
@@ -116,7 +101,7 @@ class Told(Silent):
 
 def opened(config: TrainConfig, arguments: argparse.Namespace) -> TrainingData:
     if arguments.random:
-        documents = RandomDocuments(config.model.vocab_size, 4 * STEP_TOKENS)
+        documents = MadeDocuments(config.model.vocab_size, 4 * STEP_TOKENS)
         return TrainingData(Windows(documents, config.train.context, config.train.seed))
     return open_data(config, Told().preparing)
 

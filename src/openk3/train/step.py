@@ -24,6 +24,7 @@ from openk3.model import ForwardRecord
 from openk3.optim import clip_scale, lr_factor
 from openk3.train.balance import routers, update_biases
 from openk3.train.config import TrainConfig
+from openk3.train.feed import Fed
 from openk3.train.metrics import Row, attention_metrics, bias_metrics, detail_metrics, expert_metrics
 from openk3.train.readback import Lap, Name, Readback
 from openk3.train.reduce import Reduction
@@ -36,12 +37,14 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Launched:
-    """A step whose gradients are on their way. `valid`: tokens with a target in all of it."""
+    """A step whose gradients are on their way. `valid`: tokens with a target in all of it. `batches`: this
+    rank's."""
 
     step: int
     detail: bool
     valid: int
     totals: StepTotals
+    batches: tuple[Fed, ...]
     lap: Lap
 
 
@@ -77,7 +80,7 @@ def launch(state: TrainState, config: TrainConfig, reduction: Reduction) -> Laun
         torch.autograd.backward(loss.total / max(valid, 1))
         totals.add(loss, record, fed, config.model)
     reduction.gradients(model.named_parameters())
-    return Launched(step, detail, valid, totals.reduced(reduction), lap)
+    return Launched(step, detail, valid, totals.reduced(reduction), batches, lap)
 
 
 def update(state: TrainState, config: TrainConfig, reduction: Reduction, launched: Launched) -> Unread:
