@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sysconfig
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from openk3.data.corpus import document_list_hash, gather
 from openk3.data.documents import Document
 from openk3.data.recipe import load_recipe, recipe_names
-from openk3.data.stdlib import stdlib_documents, topic_documents
+from openk3.data.stdlib import package_documents, stdlib_documents, topic_documents
 from openk3.errors import InvalidInput
 
 
@@ -42,6 +43,23 @@ def test_the_language_documentation_comes_as_its_chapters_and_not_as_source(stdl
     assert topics["lambda.txt"] == importlib.import_module("pydoc_data.topics").topics["lambda"]
     assert len(topics) > 50
     assert "pydoc_data/topics.py" not in {document.source for document in stdlib}
+
+
+def test_installed_packages_come_whole_by_their_files(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.py").write_text("x = 1\n")
+    (tmp_path / "a" / "x.txt").write_text("no source\n")
+    (tmp_path / "b.py").write_bytes(b"# \xff\n")
+    found = list(package_documents(tmp_path, errors="replace"))
+    assert [(document.source, document.text) for document in found] == [
+        ("a/x.py", "x = 1\n"),
+        ("b.py", "# \ufffd\n"),
+    ]
+
+
+def test_the_packages_are_those_of_the_running_python():
+    found = islice(package_documents(errors="replace"), 20_000)
+    assert any(document.source.startswith("pydantic/") for document in found)
 
 
 def test_a_folder_without_a_standard_library_is_refused(tmp_path):
@@ -92,7 +110,7 @@ def test_long_documents_of_a_source_are_cut_on_request(tmp_path):
 
 
 def test_the_recipes_of_the_package_load():
-    assert {"debian-docs", "stdlib"} <= set(recipe_names())
+    assert {"debian-docs", "python-sources", "stdlib"} <= set(recipe_names())
     for name in recipe_names():
         assert load_recipe(name).name == name
 
@@ -126,7 +144,7 @@ def test_a_wrong_recipe_is_refused_by_field(tmp_path, content, message):
 
 def test_an_unknown_recipe_is_refused_with_the_known_ones():
     with pytest.raises(
-        InvalidInput, match=r"nope: neither a recipe of the package \(debian-docs, stdlib.*\)"
+        InvalidInput, match=r"nope: neither a recipe of the package \(debian-docs, .*stdlib.*\)"
     ):
         load_recipe("nope")
 

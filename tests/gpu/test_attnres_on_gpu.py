@@ -48,6 +48,7 @@ def results(inputs: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
     lse = own.pop("lse", None)
     bank = own["bank"] if lse is None else BankMix(own["bank"][0], lse)
     made = attnres_add_mix_norm(**own | {"bank": bank}, return_mixed=True, **options)._asdict()
+    del made["weights"]
     seed = torch.Generator("cuda").manual_seed(1)
     d_made = [
         torch.randn(x.shape, device="cuda", generator=seed).bfloat16().to(x.dtype) for x in made.values()

@@ -48,6 +48,23 @@ def test_mtp_loss_equals_the_formulas():
     assert loss.total.item() == pytest.approx(loss.next_token.item() + 0.3 * nll.sum(), rel=1e-9)
 
 
+@settings(max_examples=8, deadline=None)
+@given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any))
+def test_mtp_losses_of_packed_sequences_are_those_of_each_alone(lengths):
+    """Also of empty ones, which start where others do."""
+    model = built(VARIANTS["with MTP"])
+    tokens, cu = packed(lengths, model.config.vocab_size)
+    targets = tokens.roll(-1)
+    together = model.loss(tokens, targets, cu, mtp_weight=1.0)
+    alone = [
+        model.loss(tokens[a:b], targets[a:b], torch.tensor([0, b - a], dtype=torch.int32), mtp_weight=1.0)
+        for a, b in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)
+        if a < b
+    ]
+    assert together.mtp.item() == pytest.approx(sum(loss.mtp.item() for loss in alone), rel=1e-9)
+    assert together.mtp_count.item() == sum(length - 1 for length in lengths if length)
+
+
 @ALL
 @settings(max_examples=4, deadline=None)
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5))

@@ -13,7 +13,7 @@ from closeness import kept_by, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openk3.errors import KernelUnavailable
+from openk3.errors import InvalidInput, KernelUnavailable
 from openk3.ops.attnres import BankMix, attnres_add_mix_norm, attnres_bank_mixes, attnres_mix
 from openk3.ops.dispatch import triton_problem
 
@@ -97,6 +97,25 @@ def assert_agree(
             name,
             relative_error(actual[name], oracle),
         )
+
+
+@pytest.mark.parametrize("implementation", ["reference", "eager", "triton"])
+def test_weights_are_the_softmax_over_bank_and_sum(implementation):
+    inputs = draw(3, 5, 24)
+    sources = torch.stack([*inputs["bank"], inputs["prefix"] + inputs["output"]]).double()  # [S, T, d]
+    keys = sources * (sources.square().mean(-1, keepdim=True) + EPS["eps"]).rsqrt()
+    expected = (keys @ (inputs["query"] * inputs["key_gain"]).double()).t().softmax(-1)
+    made = attnres_add_mix_norm(**inputs, **EPS, return_weights=True, implementation=implementation)
+    torch.testing.assert_close(made.weights.double(), expected, rtol=1e-4, atol=1e-6)
+    assert not made.weights.requires_grad
+    assert attnres_add_mix_norm(**inputs, **EPS, implementation=implementation).weights is None
+
+
+def test_a_mix_of_the_bank_knows_no_weights():
+    inputs = draw(3, 5, 24)
+    mix = BankMix(inputs["bank"][0], torch.zeros(5))
+    with pytest.raises(InvalidInput, match="does not know the weights"):
+        attnres_add_mix_norm(**inputs | {"bank": mix}, **EPS, return_weights=True)
 
 
 @settings(max_examples=8, deadline=None)

@@ -121,6 +121,13 @@ def test_ten_kills_leave_no_trace(seed, tmp_path):
     assert_same_run(tmp_path / "run", uninterrupted(tmp_path / "reference", MANY_STEPS))
 
 
+def test_a_run_that_stops_when_its_time_is_up_goes_on_from_there(reference, tmp_path):
+    config = nervous_config(STEPS)
+    for step in range(1, STEPS + 1):
+        assert tiny_run(config, tmp_path, seconds=0).last["step"] == step
+    assert_same_run(tmp_path, reference)
+
+
 def test_a_finished_run_started_again_changes_nothing_and_returns_its_result(reference):
     before = (reference / "metrics.jsonl").read_bytes()
     result = tiny_run(nervous_config(STEPS), reference)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import tiny_config, tiny_data, tiny_run
+from tiny_run import tiny_config, tiny_data, tiny_run, without_timing
 
 from openk3.checkpoint.jsonl import read_jsonl
 from openk3.checkpoint.train_state import CheckpointStore
@@ -17,9 +17,9 @@ from openk3.model import K3, ForwardRecord, initialise
 from openk3.ops.quantile_balance import average_bias, bias_from_histogram
 from openk3.optim import clip_factors
 from openk3.train.balance import routers
-from openk3.train.loop import train_step
 from openk3.train.reduce import OneProcess
 from openk3.train.state import TrainState, begin
+from openk3.train.step import launch, read, update
 
 
 def fresh(tmp_path, data=None, **changes: Any):
@@ -29,7 +29,11 @@ def fresh(tmp_path, data=None, **changes: Any):
 
 
 def step(state: TrainState, config) -> dict[str, Any]:
-    return train_step(state, config, OneProcess(), None)
+    return read(state, update(state, config, OneProcess(), launch(state, config, OneProcess())), None)
+
+
+def scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def micro_batches(state: TrainState) -> tuple[Batch, ...]:
@@ -97,8 +101,7 @@ def test_micro_batches_with_unequal_targets_give_the_gradient_of_the_whole_step(
     expected = gradients(model)
 
     seen: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(state.optimizer, "step", lambda lr: seen.update(gradients(state.model)))
-    monkeypatch.setattr(state.guard, "admits", lambda norm, loss: True)
+    monkeypatch.setattr(state.optimizer, "step", lambda lr, scale: seen.update(gradients(state.model)))
     row = step(state, config.model_copy(update={"optim": config.optim.model_copy(update={"grad_clip": 1e9})}))
 
     assert seen.keys() == expected.keys()
@@ -160,9 +163,9 @@ def test_qk_clip_takes_the_largest_logit_of_all_micro_batches(tmp_path, monkeypa
     given: dict[int, torch.Tensor] = {}
     clip = state.optimizer.qk_clip
 
-    def spy(max_logits):
+    def spy(max_logits, scale):
         given.update({layer: logits.clone() for layer, logits in max_logits.items()})
-        return clip(max_logits)
+        return clip(max_logits, scale)
 
     monkeypatch.setattr(state.optimizer, "qk_clip", spy)
     row = step(state, config)
@@ -182,7 +185,7 @@ def test_a_spike_is_skipped_and_changes_nothing_but_the_place_in_the_data(tmp_pa
     step(state, config)
     step(state, config)
     before, place = everything(state), state.loader.next_sample
-    monkeypatch.setattr(OneProcess, "gradient_norm", lambda self, parameters: 1e6)
+    monkeypatch.setattr(OneProcess, "gradient_norm", lambda self, parameters: scalar(1e6))
 
     row = step(state, config)
 
@@ -198,7 +201,7 @@ def test_a_spike_is_skipped_and_changes_nothing_but_the_place_in_the_data(tmp_pa
 def test_a_gradient_that_is_not_finite_is_skipped(tmp_path, monkeypatch):
     config, state = fresh(tmp_path)
     before = everything(state)
-    monkeypatch.setattr(OneProcess, "gradient_norm", lambda self, parameters: math.nan)
+    monkeypatch.setattr(OneProcess, "gradient_norm", lambda self, parameters: scalar(math.nan))
     assert step(state, config)["skipped"] is True
     assert all(torch.equal(tensor, everything(state)[name]) for name, tensor in before.items())
 
@@ -206,7 +209,9 @@ def test_a_gradient_that_is_not_finite_is_skipped(tmp_path, monkeypatch):
 def test_a_run_of_spikes_ends_it_and_names_step_and_checkpoint(tmp_path, monkeypatch):
     config = tiny_config(train={"spike": {"patience": 3, "history": 1}, "steps": 20})
     monkeypatch.setattr(
-        OneProcess, "gradient_norm", lambda self, parameters: math.inf if _rows(tmp_path) >= 4 else 1.0
+        OneProcess,
+        "gradient_norm",
+        lambda self, parameters: scalar(math.inf if _rows(tmp_path) >= 4 else 1.0),
     )
     with pytest.raises(TrainingDiverged) as caught:
         tiny_run(config, tmp_path)
@@ -219,29 +224,62 @@ def _rows(folder) -> int:
     return len(read_jsonl(path)) if path.exists() else 0
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run_and_leaves_its_checkpoint_as_it_was(tmp_path, monkeypatch):
-    config = tiny_config()
-    loss = K3.loss
+def poisoned_at(monkeypatch, number: int, accumulation: int = 2) -> None:
+    """The loss of step `number` of the next run is NaN."""
+    loss, calls = K3.loss, 0
 
     def poisoned(self, *args, **kwargs):
+        nonlocal calls
+        calls += self.training
         out = loss(self, *args, **kwargs)
-        return type(out)(
-            out.total,
-            out.next_token * (math.nan if _rows(tmp_path) >= 5 else 1),
-            out.mtp,
-            out.mtp_count,
-            out.count,
-        )
+        factor = math.nan if self.training and (calls - 1) // accumulation + 1 == number else 1.0
+        return type(out)(out.total, out.next_token * factor, out.mtp, out.mtp_count, out.count)
 
     monkeypatch.setattr(K3, "loss", poisoned)
+
+
+@pytest.mark.parametrize("number", [6, 7, 8], ids=["after an evaluation", "read late", "before a checkpoint"])
+def test_a_loss_that_is_not_a_number_ends_the_run_and_leaves_its_checkpoint_as_it_was(
+    tmp_path, monkeypatch, number
+):
+    poisoned_at(monkeypatch, number)
     with pytest.raises(TrainingDiverged) as caught:
-        tiny_run(config, tmp_path)
+        tiny_run(tiny_config(), tmp_path)
     message = str(caught.value)
-    assert "step 6: the loss is nan" in message
+    assert f"step {number}: the loss is nan" in message
     assert str(tmp_path / "checkpoints" / "step-00000004") in message
+    assert _rows(tmp_path) == number - 1
     store = CheckpointStore(tmp_path / "checkpoints")
     assert store.steps() == [4]
     assert all(bool(t.isfinite().all()) for t in store.load(4)["model"].values())
+
+
+def test_a_step_with_such_a_loss_changes_nothing_before_it_is_read(tmp_path, monkeypatch):
+    config, state = fresh(tmp_path)
+    step(state, config)
+    before = everything(state)
+    poisoned_at(monkeypatch, 1)
+    unread = update(state, config, OneProcess(), launch(state, config, OneProcess()))
+    assert all(torch.equal(tensor, everything(state)[name]) for name, tensor in before.items())
+    with pytest.raises(TrainingDiverged, match="the loss is nan"):
+        read(state, unread, None)
+
+
+def test_a_step_read_while_the_next_one_runs_has_the_row_it_would_have_had(tmp_path):
+    """With a guard that skips now and then, whose limits need all rows before."""
+    changes = {"train": {"spike": {"multiple": 1.01, "history": 2, "patience": 100}}}
+    config, late = fresh(tmp_path, **changes)
+    _, at_once = fresh(tmp_path, **changes)
+    expected = [step(at_once, config) for _ in range(12)]
+    rows, unread = [], None
+    for _ in range(12):
+        launched = launch(late, config, OneProcess())
+        rows += [read(late, unread, None)] if unread else []
+        unread = update(late, config, OneProcess(), launched)
+    rows.append(read(late, unread, None))
+    assert without_timing(rows) == without_timing(expected)
+    assert 0 < sum(row["skipped"] for row in rows) < 10
+    assert all(torch.equal(tensor, everything(late)[name]) for name, tensor in everything(at_once).items())
 
 
 def test_the_learning_rate_follows_the_schedule_and_gradients_are_clipped(tmp_path):
@@ -254,11 +292,11 @@ def test_the_learning_rate_follows_the_schedule_and_gradients_are_clipped(tmp_pa
 def test_bf16_accumulates_gradients_in_fp32_and_keeps_fp32_masters(tmp_path, monkeypatch):
     config, state = fresh(tmp_path, train={"precision": "bf16"})
     dtypes = set()
-    update = state.optimizer.step
+    apply = state.optimizer.step
 
-    def spy(lr: float) -> None:
+    def spy(lr: float, scale: torch.Tensor) -> None:
         dtypes.update(p.grad.dtype for p in state.model.parameters() if p.grad is not None)
-        update(lr)
+        apply(lr, scale)
 
     monkeypatch.setattr(state.optimizer, "step", spy)
     losses = [step(state, config)["loss"] for _ in range(6)]

@@ -101,6 +101,15 @@ def test_a_resolved_config_is_a_recipe_of_the_same_run(recipe, capsys):
     assert one == two
 
 
+def test_a_run_that_is_given_its_seconds_stops_and_goes_on(recipe, capsys):
+    called("train", recipe, "--out", "whole")
+    called("train", recipe, "--out", "pieces", "--seconds", "0")
+    assert [row["step"] for row in read_jsonl(Path("pieces/metrics.jsonl"))] == [1]
+    called("train", recipe, "--out", "pieces")
+    whole, pieces = (read_jsonl(Path(name) / "metrics.jsonl") for name in ("whole", "pieces"))
+    assert [row["loss"] for row in pieces] == [row["loss"] for row in whole]
+
+
 def test_init_from_starts_with_the_weights_of_another_run(recipe, capsys):
     called("train", recipe, "--out", "first", "--optim.lr", "2e-2", "--train.steps", "8")
     called("train", recipe, "--out", "second", "--init-from", "first", "--train.steps", "1")

@@ -100,9 +100,11 @@ def tiny_data(config: TrainConfig) -> TrainingData:
     return TrainingData(stream, (TinyDocuments(12, seed=2),))
 
 
-def tiny_run(config: TrainConfig, out: Path, progress: Progress | None = None) -> RunResult:
+def tiny_run(
+    config: TrainConfig, out: Path, progress: Progress | None = None, seconds: float | None = None
+) -> RunResult:
     torch.set_num_threads(1)
-    return run(config, out, data=tiny_data(config), progress=progress)
+    return run(config, out, data=tiny_data(config), progress=progress, seconds=seconds)
 
 
 def without_timing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -32,6 +32,10 @@ def train(
         Path | None,
         typer.Option(help="Start from the weights of this run or checkpoint, not from new ones."),
     ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Save and stop after so many, at the end of a step; start it again to go on."),
+    ] = None,
 ) -> None:
     """Train a model. An interrupted run goes on by itself when it is started again.
 
@@ -45,11 +49,13 @@ def train(
     if isinstance(config.data, ProbeData):
         if init_from is not None:
             raise InvalidInput("--init-from: a recall probe is trained from new weights")
+        if seconds is not None:
+            raise InvalidInput("--seconds: a recall probe is trained to its end, and then asked")
         with TerminalProgress() as progress:
             _print_answers(run_probe(config, folder, progress=progress))
         return
     with TerminalProgress() as progress:
-        result = run(config, folder, init_from=init_from, progress=progress)
+        result = run(config, folder, init_from=init_from, progress=progress, seconds=seconds)
     _print_summary(result)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,14 @@ class Batch:
     cu_seqlens: torch.Tensor
     token_mask: torch.Tensor | None = None
 
-    def to(self, device: torch.device | str) -> Batch:
-        """The batch on another device."""
-        mask = None if self.token_mask is None else self.token_mask.to(device)
-        return Batch(self.tokens.to(device), self.targets.to(device), self.cu_seqlens.to(device), mask)
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """The batch on another device; `non_blocking` does not wait for a copy from `pinned` memory."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pinned(self) -> Batch:
+        """The batch in memory of the host that a GPU copies from on its own."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        mask = None if self.token_mask is None else change(self.token_mask)
+        return Batch(change(self.tokens), change(self.targets), change(self.cu_seqlens), mask)

@@ -16,7 +16,7 @@ from openk3.config import StrictModel
 from openk3.data.debian import UnpackedPackage, debian_package
 from openk3.data.documents import Document, cut, read_jsonl, read_parquet, read_text, read_tree
 from openk3.data.recipe import DebianSource, Recipe, Source
-from openk3.data.stdlib import stdlib_documents, topic_documents
+from openk3.data.stdlib import package_documents, stdlib_documents, topic_documents
 from openk3.errors import InvalidInput
 
 Progress = Callable[[str, int, int], None]  # stage, done, total (0: unknown)
@@ -101,6 +101,8 @@ def _read(source: Source, unpacked: UnpackedPackage | None) -> Iterator[Document
             yield from read_tree(source.path, source.include, source.exclude, errors=source.errors)
         case "python-stdlib":
             yield from stdlib_documents(errors=source.errors)
+        case "python-packages":
+            yield from package_documents(errors=source.errors)
         case "pydoc-topics":
             yield from topic_documents()
         case "debian":

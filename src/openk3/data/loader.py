@@ -66,14 +66,23 @@ class Loader:
         return self
 
     def __next__(self) -> tuple[Batch, ...]:
-        first = self.next_sample + self._rank * self.batches_per_step * self._per_batch
+        batches = self.at(self.next_sample)
+        self.advance()
+        return batches
+
+    def at(self, sample: int) -> tuple[Batch, ...]:
+        """This rank's micro-batches of the step that starts at `sample`, without taking them."""
+        first = sample + self._rank * self.batches_per_step * self._per_batch
         starts = range(first, first + self.batches_per_step * self._per_batch, self._per_batch)
-        batches = tuple(
+        return tuple(
             collate([self.stream.sample(i) for i in range(start, start + self._per_batch)])
             for start in starts
         )
+
+    def advance(self) -> int:
+        """The present step is taken; returns where the next one starts."""
         self.next_sample += self._per_step
-        return batches
+        return self.next_sample
 
     def state_dict(self) -> dict[str, int]:
         """Where the next step starts, as plain integers, the same on every rank."""

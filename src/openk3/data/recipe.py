@@ -64,6 +64,12 @@ class StdlibSource(_Source):
     kind: Literal["python-stdlib"]
 
 
+class PackagesSource(_Source):
+    """The Python files of the packages that are installed beside it."""
+
+    kind: Literal["python-packages"]
+
+
 class TopicsSource(_Source):
     """The language documentation that CPython carries for `help()`."""
 
@@ -80,7 +86,14 @@ class DebianSource(_Source):
 
 
 Source = Annotated[
-    TextSource | JsonlSource | ParquetSource | TreeSource | StdlibSource | TopicsSource | DebianSource,
+    TextSource
+    | JsonlSource
+    | ParquetSource
+    | TreeSource
+    | StdlibSource
+    | PackagesSource
+    | TopicsSource
+    | DebianSource,
     Field(discriminator="kind"),
 ]
 

@@ -1,4 +1,4 @@
-"""The corpus that every Python carries: the standard library's sources and the texts behind `help()`.
+"""The corpus that a Python carries: its standard library, the texts behind `help()`, installed packages.
 
 The file list leaves out what differs between installations of one version (tests, IDLE, site-packages,
 generated build data), so that machines agree as far as their Pythons do; the manifest records the rest.
@@ -37,6 +37,14 @@ def stdlib_documents(folder: Path | None = None, *, errors: Errors = "strict") -
     if not (folder / "os.py").is_file():
         raise InvalidInput(f"{folder}: no standard library sources here (is it inside a zip file?)")
     return read_tree(folder, ("*.py",), _EXCLUDED, errors=errors)
+
+
+def package_documents(folder: Path | None = None, *, errors: Errors = "strict") -> Iterator[Document]:
+    """Each Python file of the installed packages: below `folder`, by default the running Python's own.
+
+    What that is differs from machine to machine; nothing is left out.
+    """
+    return read_tree(folder or Path(sysconfig.get_path("purelib")), ("*.py",), errors=errors)
 
 
 def topic_documents() -> Iterator[Document]:

@@ -25,7 +25,7 @@ from openk3.model.moe import LatentMoe
 from openk3.model.mtp import MtpLayer
 from openk3.model.protocols import LOCAL, Seams
 from openk3.model.record import ForwardRecord
-from openk3.model.residual import Stream, mix, opens_block
+from openk3.model.residual import Stream, enter, leave, opens_block
 from openk3.model.state import DecodeState, KdaState, LayerState, MlaState
 from openk3.ops.cross_entropy import linear_cross_entropy
 from openk3.ops.precision import wide
@@ -71,15 +71,16 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Stream, LayerState]:
         """One layer over packed tokens. Returns the stream after it and this layer's new decoding state."""
         name = f"layers.{self.index}"
-        h = mix(stream, self.self_attention_res_proj, self.self_attention_res_norm, f"{name}.attn", record)
+        mixing = self.self_attention_res_proj, self.self_attention_res_norm, self.input_layernorm
+        stream, h = enter(stream, *mixing, f"{name}.attn", record)
         stream = stream.opened() if self.opens[0] else stream
-        attended, new_state = self._attend(self.input_layernorm(h), cu_seqlens, state, record)
-        stream = stream.plus(attended)
+        attended, new_state = self._attend(h, cu_seqlens, state, record)
+        stream = stream.awaiting(attended)
 
-        h = mix(stream, self.mlp_res_proj, self.mlp_res_norm, f"{name}.mlp", record)
+        mixing = self.mlp_res_proj, self.mlp_res_norm, self.post_attention_layernorm
+        stream, h = enter(stream, *mixing, f"{name}.mlp", record)
         stream = stream.opened() if self.opens[1] else stream
-        h = self.post_attention_layernorm(h)
-        return stream.plus(self.block_sparse_moe(h, record) if self.sparse else self.mlp(h)), new_state
+        return stream.awaiting(self.block_sparse_moe(h, record) if self.sparse else self.mlp(h)), new_state
 
     def _attend(
         self, x: Tensor, cu_seqlens: Tensor, state: LayerState | None, record: ForwardRecord | None
@@ -197,9 +198,10 @@ class K3(nn.Module):
         for index, layer in enumerate(self.layers):
             stream, new = self._run(layer, stream, cu_seqlens, state.layers[index] if state else None, record)
             states.append(new)
-        mixed = mix(stream, self.output_attn_res_proj, self.output_attn_res_norm, "output", record)
+        mixing = self.output_attn_res_proj, self.output_attn_res_norm, self.norm
+        hidden, mixed = leave(stream, *mixing, "output", record)
         lengths = cu_seqlens.diff() + (state.lengths if state else 0)
-        return Output(self.norm(mixed), mixed, DecodeState(tuple(states), lengths))
+        return Output(hidden, mixed, DecodeState(tuple(states), lengths))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of `hidden` `[M, d]`: `[M, V]`, at least fp32."""

@@ -79,15 +79,28 @@ class MtpLayer(nn.Module):
             mixed: `[T, d]`, the trunk's output before its final norm.
             targets: int64 `[T]`, the trunk's.
         """
-        filled = cu_seqlens.diff() > 0
-        starts = cu_seqlens[:-1][filled].long()
         continued = self.context.continued(cu_seqlens)
-        first = torch.zeros(embedded.shape[0], dtype=torch.bool, device=embedded.device)
-        first[starts] = True if continued is None else ~continued[filled]
         rows = self.context.rows_before(mixed, cu_seqlens, 1, None)
-        at_starts = mixed.new_zeros(len(starts), mixed.shape[1]) if rows is None else rows[filled, 0]
-        before = torch.cat([mixed[:1], mixed[:-1]]).index_copy(0, starts, at_starts)
+        before = torch.cat([mixed[:1], mixed[:-1]])
+        if continued is None and rows is None:
+            # An empty sequence starts where the next one does, or behind the last token.
+            starts = torch.zeros(embedded.shape[0] + 1, dtype=torch.bool, device=embedded.device)
+            first = starts.index_fill(0, cu_seqlens[:-1].long(), True)[:-1]
+            before = before.masked_fill(first[:, None], 0)
+        else:
+            first, before = self._joined(before, cu_seqlens, continued, rows)
         now = embedded.masked_fill(first[:, None], 0)
         x = self.eh_proj(torch.cat([self.enorm(now), self.hnorm(before)], dim=-1))
         hidden = self.layer(x, cu_seqlens, record.counting(~first) if record is not None else None)
         return self.norm(hidden), targets.masked_fill(first, IGNORED)
+
+    def _joined(
+        self, before: Tensor, cu_seqlens: Tensor, continued: Tensor | None, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Which tokens have none before them, and `before` with what precedes local sequences put in."""
+        filled = cu_seqlens.diff() > 0
+        starts = cu_seqlens[:-1][filled].long()
+        first = torch.zeros(before.shape[0], dtype=torch.bool, device=before.device)
+        first[starts] = True if continued is None else ~continued[filled]
+        at_starts = before.new_zeros(len(starts), before.shape[1]) if rows is None else rows[filled, 0]
+        return first, before.index_copy(0, starts, at_starts)

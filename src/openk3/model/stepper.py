@@ -220,7 +220,7 @@ class _Ffn:
 
 
 class _Mix:
-    """What a sublayer reads from the stream: `openk3.model.residual.mix`."""
+    """What a sublayer reads from the stream: `openk3.model.residual.enter`, but the norm."""
 
     def __init__(self, proj: Linear | None, norm: RmsNorm | None) -> None:
         if proj is None or norm is None:

@@ -24,7 +24,11 @@ def routers(model: K3) -> dict[int, Router]:
 
 @torch.no_grad()
 def update_biases(
-    model: K3, load: Mapping[int, Tensor], histogram: Mapping[int, Tensor], updates: int
+    model: K3,
+    load: Mapping[int, Tensor],
+    histogram: Mapping[int, Tensor],
+    updates: int,
+    admitted: Tensor,
 ) -> None:
     """Set the bias of each router that counted, for the next step.
 
@@ -32,14 +36,16 @@ def update_biases(
         load: int64 `[E]` by layer, tokens per expert in the step.
         histogram: int64 `[E, bins]` by layer, counts of the required bias; of routers that QB balances.
         updates: how many times the biases were set before.
+        admitted: bool `[]` on the model's device; where it is False every bias stays as it is.
     """
     for layer, router in routers(model).items():
         bias, config = router.e_score_correction_bias, router.config
         match config.balancing:
             case "qb" if layer in histogram:
                 wanted = bias_from_histogram(histogram[layer], bias, config.experts_per_token)
-                bias.copy_(average_bias(bias, wanted, updates, config.qb_ema))
+                bias.copy_(torch.where(admitted, average_bias(bias, wanted, updates, config.qb_ema), bias))
             case "sign" if layer in load:
-                bias.copy_(sign_update(bias, load[layer], config.sign_step))
+                moved = sign_update(bias, load[layer], config.sign_step)
+                bias.copy_(torch.where(admitted, moved, bias))
             case _:
                 pass

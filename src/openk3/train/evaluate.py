@@ -69,7 +69,7 @@ def evaluate(
     """
     reduction = reduction or OneProcess()
     device = model.embed_tokens.weight.device
-    nll, predicted = 0.0, 0
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, predicted tokens
     documents = tokens = size = 0
     training = model.training
     model.eval()
@@ -82,10 +82,9 @@ def evaluate(
             for batch in batches:
                 local = batch.to(device)
                 loss = model.loss(local.tokens, local.targets, local.cu_seqlens)
-                nll += float(loss.next_token)
-                predicted += int(loss.count)
+                sums += torch.stack([loss.next_token.double(), loss.count.double()])
     finally:
         model.train(training)
-    nll, count = reduction.sums(torch.tensor([nll, predicted], dtype=torch.float64)).tolist()
+    nll, count = reduction.sums(sums).tolist()
     nats = nll + documents * math.log(model.config.vocab_size)
     return Evaluation(nll / max(count, 1), nats / math.log(2) / max(size, 1), tokens, size)

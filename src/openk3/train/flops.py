@@ -67,10 +67,10 @@ def weights_per_token(config: ModelConfig, *, mtp: bool = False) -> int:
     head = d * config.vocab_size
     total = head
     for i in range(config.num_layers):
-        total += _mla(config.mla, d) if config.is_mla(i) else _kda(config.kda, d)
-        total += _moe(config.moe, d) if config.is_moe(i) else 3 * d * config.dense_width
+        total += mla_weights(config.mla, d) if config.is_mla(i) else kda_weights(config.kda, d)
+        total += moe_weights(config.moe, d) if config.is_moe(i) else 3 * d * config.dense_width
     if mtp:
-        total += 2 * d * d + _mla(config.mla, d) + _moe(config.moe, d) + head
+        total += 2 * d * d + mla_weights(config.mla, d) + moe_weights(config.moe, d) + head
     return total
 
 
@@ -79,7 +79,8 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for word, peak in PEAK_FLOPS.items() if word in device_name), None)
 
 
-def _kda(kda: KdaConfig | None, d: int) -> int:
+def kda_weights(kda: KdaConfig | None, d: int) -> int:
+    """Of one KDA layer, each used by every token."""
     assert kda is not None  # ModelConfig checked it for every layer that asks
     H, K = kda.num_heads, kda.head_dim
     qkv_and_output, decay, beta = 4 * d * H * K, d * K + K * H * K, d * H
@@ -87,7 +88,8 @@ def _kda(kda: KdaConfig | None, d: int) -> int:
     return qkv_and_output + decay + beta + output_gate
 
 
-def _mla(mla: MlaConfig | None, d: int) -> int:
+def mla_weights(mla: MlaConfig | None, d: int) -> int:
+    """Of one MLA layer."""
     assert mla is not None
     H, r = mla.num_heads, mla.kv_lora_rank
     queries = H * mla.qk_head_dim
@@ -97,7 +99,8 @@ def _mla(mla: MlaConfig | None, d: int) -> int:
     return query + latent + output * (2 if mla.gated else 1)
 
 
-def _moe(moe: MoeConfig | None, d: int) -> int:
+def moe_weights(moe: MoeConfig | None, d: int) -> int:
+    """Of one expert layer, shared experts included: those that a token uses."""
     assert moe is not None
     width = moe.latent_width or d
     projections = 2 * d * width if moe.latent_width is not None else 0

@@ -28,10 +28,7 @@ import torch
 
 from openk3.checkpoint.jsonl import JsonlLog
 from openk3.errors import StorageError
-from openk3.model import K3
-from openk3.train.balance import routers
 from openk3.train.tensorboard import EventFile
-from openk3.train.totals import StepTotals
 
 Tensor = torch.Tensor
 Row = dict[str, Any]
@@ -56,32 +53,28 @@ def expert_metrics(load: Mapping[int, Tensor], *, detail: bool) -> Row:
     return row | ({"load": counts} if detail else {})
 
 
-def bias_metrics(model: K3) -> Row:
-    """Spread of each router's balance bias."""
-    biases = {layer: router.e_score_correction_bias for layer, router in routers(model).items()}
-    return {"bias_range": {str(i): float(b.max() - b.min()) for i, b in biases.items()}} if biases else {}
+def bias_metrics(ranges: Mapping[int, Tensor]) -> Row:
+    """Spread of each router's balance bias, `[]` by layer."""
+    return {"bias_range": {str(i): float(spread) for i, spread in ranges.items()}} if ranges else {}
 
 
-def attention_metrics(max_logit: Mapping[int, Tensor], clipped: Mapping[int, int]) -> Row:
-    """Largest logit of each MLA layer in the step, and how many of its heads were clipped after it."""
+def attention_metrics(max_logit: Mapping[int, Tensor], clipped: Mapping[int, Tensor]) -> Row:
+    """Largest logit of each MLA layer in the step, `[H]`, and how many of its heads were clipped after it."""
     if not max_logit:
         return {}
     return {
         "max_logit": {str(i): float(logits.max()) for i, logits in sorted(max_logit.items())},
-        "clipped_heads": {str(i): clipped.get(i, 0) for i in sorted(max_logit)},
+        "clipped_heads": {str(i): int(clipped[i]) for i in sorted(max_logit)},
     }
 
 
-def detail_metrics(totals: StepTotals) -> Row:
+def detail_metrics(source_weights: Mapping[str, Tensor], state_norm: Mapping[int, Tensor]) -> Row:
     """What the first micro-batch showed of depth and memory."""
-    record = totals.sample
-    if record is None or not record.detail:
-        return {}
     row: Row = {}
-    if record.source_weights:
-        row["attn_res"] = {name: weights.tolist() for name, weights in record.source_weights.items()}
-    if record.state_norm:
-        row["state_norm"] = {str(i): norms.tolist() for i, norms in sorted(record.state_norm.items())}
+    if source_weights:
+        row["attn_res"] = {name: weights.tolist() for name, weights in source_weights.items()}
+    if state_norm:
+        row["state_norm"] = {str(i): norms.tolist() for i, norms in sorted(state_norm.items())}
     return row
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from openk3.optim import grad_norm
+from openk3.optim import global_norm
 
 Tensor = torch.Tensor
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
@@ -33,12 +33,12 @@ class Reduction(Protocol):
         """Sum `.grad` over ranks in place, after the last backward; it is divided by the global count."""
         ...
 
-    def gradient_norm(self, parameters: NamedParameters) -> float:
-        """L2 norm of the global gradient, for the spike guard and for clipping."""
+    def gradient_norm(self, parameters: NamedParameters) -> Tensor:
+        """L2 norm of the global gradient, float64 `[]` on its device, for spike guard and clipping."""
         ...
 
     def sums(self, values: Tensor) -> Tensor:
-        """float64 `[n]` summed over ranks: losses, tokens seen, model FLOPs."""
+        """float64 `[n]` on the model's device summed over ranks: losses, tokens seen, model FLOPs."""
         ...
 
     def counts(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -62,8 +62,8 @@ class OneProcess:
     def gradients(self, parameters: NamedParameters) -> None:
         pass
 
-    def gradient_norm(self, parameters: NamedParameters) -> float:
-        return grad_norm(parameters)
+    def gradient_norm(self, parameters: NamedParameters) -> Tensor:
+        return global_norm(parameters)
 
     def sums(self, values: Tensor) -> Tensor:
         return values

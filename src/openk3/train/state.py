@@ -23,6 +23,7 @@ from openk3.model import K3, check, initialise
 from openk3.optim import Optimizer
 from openk3.train.config import TrainConfig
 from openk3.train.data import TrainingData
+from openk3.train.feed import Feed
 from openk3.train.recipes import as_table
 from openk3.train.reduce import Reduction
 from openk3.train.spike import SpikeGuard
@@ -34,7 +35,9 @@ class TrainState:
     """A run between two steps.
 
     Attributes:
-        step: finished steps. updates: those of them whose update was applied.
+        loader: its place in the data. feed: what brings that to the device.
+        step: finished steps, or launched ones: of the last, the rest is known when it is read.
+        updates: those of them whose update was applied.
         tokens: seen in all steps. seconds: of training so far, in all sessions.
     """
 
@@ -42,6 +45,7 @@ class TrainState:
     optimizer: Optimizer
     guard: SpikeGuard
     loader: Loader
+    feed: Feed
     step: int = 0
     updates: int = 0
     tokens: int = 0
@@ -114,7 +118,7 @@ def begin(
         world=reduction.ranks,
     )
     optimizer = Optimizer(model.named_parameters(), config.optim, config.model)  # masters copy the weights
-    state = TrainState(model, optimizer, SpikeGuard(config.train.spike), loader)
+    state = TrainState(model, optimizer, SpikeGuard(config.train.spike), loader, Feed(loader, model.device))
     if resumed:
         state.restore(store, decisive(config, data))
     return state

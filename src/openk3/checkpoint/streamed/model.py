@@ -28,7 +28,7 @@ from openk3.model.decoder import DecoderLayer, Output, check_packed
 from openk3.model.kda import KdaAttention
 from openk3.model.layers import At, Linear, RmsNorm
 from openk3.model.protocols import LOCAL, Seams
-from openk3.model.residual import Stream, mix
+from openk3.model.residual import Stream, leave
 from openk3.model.state import DecodeState, LayerState
 
 Tensor = torch.Tensor
@@ -144,9 +144,10 @@ class StreamedK3:
                 self._trunk.bring(index)
                 stream, new = layer(*inputs)
                 states.append(new)
-            mixed = mix(stream, self._final.proj, self._final.proj_norm, "output", None)
+            final = self._final
+            hidden, mixed = leave(stream, final.proj, final.proj_norm, final.norm, "output", None)
             lengths = cu_seqlens.diff() + (state.lengths if state else 0)
-            return Output(self._final.norm(mixed), mixed, DecodeState(tuple(states), lengths))
+            return Output(hidden, mixed, DecodeState(tuple(states), lengths))
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

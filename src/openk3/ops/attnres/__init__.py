@@ -49,11 +49,12 @@ class BankMix(NamedTuple):
 
 class SublayerInput(NamedTuple):
     """normed: `[T, d]`, or None without a norm. prefix: `[T, d]` after the addition. mixed: `[T, d]`, or
-    None."""
+    None. weights: `[T, S]`, at least fp32, the softmax, without gradient; or None."""
 
     normed: Tensor | None
     prefix: Tensor
     mixed: Tensor | None
+    weights: Tensor | None = None
 
 
 @own_dtypes
@@ -118,6 +119,7 @@ def attnres_add_mix_norm(
     eps: float = 1e-5,
     norm_eps: float = 1e-5,
     return_mixed: bool = False,
+    return_weights: bool = False,
     implementation: Implementation | None = None,
 ) -> SublayerInput:
     """What stands between two sublayers: prefix + output, the mix of bank and prefix, and its RMSNorm.
@@ -130,12 +132,13 @@ def attnres_add_mix_norm(
         norm_gain: `[d]`, of the sublayer's input norm; None for no norm.
         norm_eps: of that norm; positive.
         return_mixed: also return the mix itself, as is done without a norm.
+        return_weights: also return the softmax over all sources, for which the bank must be rows.
         implementation: as in `attnres_mix`.
 
     Returns:
-        The norm, the new prefix in its dtype, and the mix. The kernel's norm reads the mix before it is
-        rounded. All are differentiable; the backward keeps the bank, the new prefix and two scalars per
-        token and source.
+        The norm, the new prefix in its dtype, the mix, and the weights. The kernel's norm reads the mix
+        before it is rounded. All but the weights are differentiable; the backward keeps the bank, the new
+        prefix and two scalars per token and source.
 
     Raises:
         InvalidInput: shapes, dtypes or devices that do not fit.
@@ -152,24 +155,27 @@ def attnres_add_mix_norm(
         check_floating(name, prefix=prefix, lse=lse)
         if lse.shape != prefix.shape[:1]:
             raise InvalidInput(f"{name}: lse is {tuple(lse.shape)}, must be ({len(prefix)},)")
+        if return_weights:
+            raise InvalidInput(f"{name}: a mix of the bank does not know the weights of its rows")
     want_mix = return_mixed or norm_gain is None
     arguments = (rows, prefix, output, query, key_gain, norm_gain, lse, eps, norm_eps)
     chosen = _choose(name, [*rows, *given], implementation, (query, key_gain, *gains.values()))
     if chosen == "triton":
         from openk3.ops.attnres.kernels.operator import attnres
 
-        mixed, normed, total, _ = attnres(*arguments, want_mix)
+        mixed, normed, total, scalars = attnres(*arguments, want_mix)
         return SublayerInput(
             None if norm_gain is None else normed,
             prefix if output is None else total,
             mixed if want_mix else None,
+            scalars[..., 0].detach().softmax(-1) if return_weights else None,
         )
     if chosen == "reference":
         from openk3.ops.attnres.reference import attnres_add_mix_norm as run
     else:
         from openk3.ops.attnres.eager import attnres_add_mix_norm as run
-    mix, norm, new_prefix = run(*arguments)
-    return SublayerInput(norm, new_prefix, mix if want_mix else None)
+    mix, norm, new_prefix, weights = run(*arguments)
+    return SublayerInput(norm, new_prefix, mix if want_mix else None, weights if return_weights else None)
 
 
 @own_dtypes

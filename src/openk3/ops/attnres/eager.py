@@ -99,17 +99,18 @@ def attnres_add_mix_norm(
     lse: torch.Tensor | None,
     eps: float,
     norm_eps: float,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """See `openk3.ops.attnres.attnres_add_mix_norm`: the mix, its norm, the new prefix."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """See `openk3.ops.attnres.attnres_add_mix_norm`: the mix, its norm, the new prefix, weights."""
     prefix = prefix if output is None else prefix + output
+    weights = None
     if lse is None:
-        mixed, _ = attnres_mix([*bank, prefix], query, key_gain, eps)
+        mixed, weights = attnres_mix([*bank, prefix], query, key_gain, eps)
     else:
         value, values = widen(bank[0]), widen(prefix)
         score = _scores(values, (query.to(values.dtype) * key_gain)[None], eps)[:, 0]
         share = torch.sigmoid(score - lse)[:, None]  # the softmax of two
         mixed = torch.lerp(value, values, share).to(prefix.dtype)
-    return mixed, None if norm_gain is None else rms_norm(mixed, norm_gain, norm_eps), prefix
+    return mixed, None if norm_gain is None else rms_norm(mixed, norm_gain, norm_eps), prefix, weights
 
 
 def attnres_bank_mixes(

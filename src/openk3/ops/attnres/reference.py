@@ -32,17 +32,22 @@ def attnres_add_mix_norm(
     lse: Tensor | None,
     eps: float,
     norm_eps: float,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The mix, its norm and the new prefix, one step after the other; lse makes the bank a mix itself."""
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """The mix, its norm, the new prefix and the weights; lse makes the bank a mix itself."""
     prefix = prefix if output is None else prefix + output
     if lse is None:
-        mixed, _ = attnres_mix([*bank, prefix], query, key_gain, eps)
+        mixed, weights = attnres_mix([*bank, prefix], query, key_gain, eps)
     else:
         values = widen(torch.stack([*bank, prefix], dim=1))
         own = _scores(values[:, 1:], query, key_gain, eps)
         weights = torch.cat([lse[:, None].to(own.dtype), own], 1).softmax(-1)
         mixed = torch.einsum("ts,tsd->td", weights, values).to(prefix.dtype)
-    return mixed, None if norm_gain is None else rms_norm(mixed, norm_gain, norm_eps), prefix
+    return (
+        mixed,
+        None if norm_gain is None else rms_norm(mixed, norm_gain, norm_eps),
+        prefix,
+        weights.detach(),
+    )
 
 
 def attnres_bank_mixes(
