@@ -80,6 +80,15 @@ def _entry(draw: Draw) -> Any:
     return entry.routing.weights, entry.latent, entry.routing.ids, entry.load, entry.histogram
 
 
+@torch.no_grad()
+def _mx_experts(draw: Draw) -> Any:
+    stored = [part for shape in ((64, 32), (64, 32), (32, 64)) for part in mx.encode_mxfp4(draw(E, *shape))]
+    routing = moe.route(draw(T, E), torch.zeros(E), 2)
+    experts = moe.MxExperts.from_checkpoint(*stored)
+    routes = moe.plan(routing.ids, E)
+    return moe.mx_expert_ffn(draw(T, 32), routing.weights, routes, experts, moe.Activation())
+
+
 def _balance(draw: Draw) -> Any:
     scores, bias = draw(T, E).detach().sigmoid(), torch.zeros(E)
     counts = quantile_balance.required_bias_histogram(scores, scores.amax(1), bias)
@@ -89,7 +98,12 @@ def _balance(draw: Draw) -> Any:
 @torch.no_grad()
 def _mx(draw: Draw) -> Any:
     packed, scale = mx.encode_mxfp4(draw(8, 64))
-    return mx.decode_mxfp4(packed, scale, torch.float32), mx.mxfp4_linear(draw(3, 64), packed, scale)
+    rounded = mx.mxfp4_rounded(draw(3, 64)), mx.mxfp8_rounded(draw(3, 64))
+    return (
+        mx.decode_mxfp4(packed, scale, torch.float32),
+        mx.mxfp4_linear(draw(3, 64), packed, scale),
+        *rounded,
+    )
 
 
 OPERATORS: dict[str, Callable[[Draw], Any]] = {
@@ -138,6 +152,7 @@ OPERATORS: dict[str, Callable[[Draw], Any]] = {
     "expert_ffn": _experts,
     "route_and_project": _entry,
     "expert_ffn_few": _few_experts,
+    "mx_expert_ffn": _mx_experts,
     "quantile_balance": _balance,
     "mx": _mx,
 }

@@ -278,5 +278,8 @@ def test_shapes_and_dtypes_that_do_not_fit_are_named(call, said):
 
 
 def test_there_is_no_kernel_and_asking_for_one_is_an_error():
+    with pytest.raises(KernelUnavailable, match="mxfp4_scales: has no Triton kernel"):
+        mxfp4_scales(torch.zeros(1, 32), implementation="triton")
+    packed, scale = random_packed(1, 16), torch.zeros(1, 1, dtype=torch.uint8)
     with pytest.raises(KernelUnavailable, match="decode_mxfp4: has no Triton kernel"):
-        decode_mxfp4(random_packed(1, 16), torch.zeros(1, 1, dtype=torch.uint8), implementation="triton")
+        decode_mxfp4(packed, scale, torch.float64, implementation="triton")

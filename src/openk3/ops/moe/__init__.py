@@ -18,6 +18,8 @@ from openk3.ops.moe.combine import combine
 from openk3.ops.moe.entry import KERNEL as ENTRY_KERNEL
 from openk3.ops.moe.entry import Counted, Entry, route_and_project
 from openk3.ops.moe.few import expert_ffn_few
+from openk3.ops.moe.mx import KERNEL as MX_KERNEL
+from openk3.ops.moe.mx import MxExperts, mx_expert_ffn
 from openk3.ops.moe.plan import KERNEL as PLAN_KERNEL
 from openk3.ops.moe.plan import DispatchPlan, plan
 from openk3.ops.moe.route import KERNEL as ROUTE_KERNEL
@@ -29,10 +31,12 @@ __all__ = [
     "Counted",
     "DispatchPlan",
     "Entry",
+    "MxExperts",
     "Routing",
     "combine",
     "expert_ffn",
     "expert_ffn_few",
+    "mx_expert_ffn",
     "plan",
     "route",
     "route_and_project",
@@ -43,7 +47,7 @@ KERNEL = Kernel(
     takes="bf16 or fp16, widths that 8 divides, compute capability 9.0 or more",
     checked_on="H200 (sm_90)",
 )
-KERNELS = (ENTRY_KERNEL, ROUTE_KERNEL, PLAN_KERNEL, KERNEL)
+KERNELS = (ENTRY_KERNEL, ROUTE_KERNEL, PLAN_KERNEL, KERNEL, MX_KERNEL)
 
 
 @own_dtypes

@@ -13,10 +13,20 @@ from __future__ import annotations
 import torch
 
 from openk3.errors import InvalidInput
-from openk3.ops.dispatch import Implementation, choose
+from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
+from openk3.ops.mx.rounding import KERNEL as ROUNDING_KERNEL
+from openk3.ops.mx.rounding import mxfp4_rounded, mxfp8_rounded
 from openk3.ops.precision import own_dtypes
 
-__all__ = ["GROUP", "decode_mxfp4", "encode_mxfp4", "mxfp4_linear", "mxfp4_scales"]
+__all__ = [
+    "GROUP",
+    "decode_mxfp4",
+    "encode_mxfp4",
+    "mxfp4_linear",
+    "mxfp4_rounded",
+    "mxfp4_scales",
+    "mxfp8_rounded",
+]
 
 Tensor = torch.Tensor
 
@@ -25,6 +35,11 @@ GROUP = 32
 LARGEST_SCALE = 252
 """Under larger scale bytes 6 times the scale is beyond bfloat16; 255 is NaN."""
 _EXACT = (torch.bfloat16, torch.float32, torch.float64)
+
+KERNEL = Kernel(
+    "encode_mxfp4, decode_mxfp4", takes="bf16, fp16 or fp32; decoded to bf16 or fp32", checked_on=NOWHERE
+)
+KERNELS = (KERNEL, ROUNDING_KERNEL)
 
 
 @own_dtypes
@@ -37,7 +52,8 @@ def mxfp4_scales(weight: Tensor, *, implementation: Implementation | None = None
     other end 252 is the largest, since 6 times the next scale overflows.
 
     Args:
-        weight: `[..., in]` floating, in a multiple of 32.
+        weight: `[..., in]` floating, in a multiple of 32. Only a CPU looks whether all are finite; on a GPU
+            the look would stall the stream, and a group with one that is not comes out as anything.
 
     Returns:
         uint8 `[..., in / 32]`.
@@ -64,7 +80,7 @@ def encode_mxfp4(
     fresh scales it need not, since a group's largest code may be small.
 
     Args:
-        weight: `[..., in]` floating, in a multiple of 32.
+        weight: `[..., in]` floating, in a multiple of 32, finite as for `mxfp4_scales`.
         scale: uint8 `[..., in / 32]`, each at most 252; None takes `mxfp4_scales(weight)`.
 
     Returns:
@@ -73,14 +89,21 @@ def encode_mxfp4(
     Raises:
         InvalidInput: a shape, dtype or scale does not fit, or an element is not finite in float32.
     """
+    _check_weight("encode_mxfp4", weight)
+    chosen = choose("encode_mxfp4", weight, implementation, by_default=KERNEL.checked)
     if scale is None:
+        if chosen == "triton":
+            from openk3.ops.mx.kernels import encode_fresh
+
+            return encode_fresh(weight)
         scale = mxfp4_scales(weight, implementation=implementation)
     else:
-        _check_weight("encode_mxfp4", weight)
         _check_scale("encode_mxfp4", scale, weight.shape[:-1], weight.shape[-1], weight.device)
-    match choose("encode_mxfp4", weight, implementation, kernels=False):
+    match chosen:
         case "reference":
             from openk3.ops.mx.reference import encode as run
+        case "triton":
+            from openk3.ops.mx.kernels import encode as run
         case _:
             from openk3.ops.mx.eager import encode as run
     return run(weight, scale), scale
@@ -111,9 +134,12 @@ def decode_mxfp4(
     _check_packed("decode_mxfp4", packed, scale)
     if dtype not in _EXACT:
         raise InvalidInput(f"decode_mxfp4: dtype is {dtype}; want bfloat16, float32 or float64")
-    match choose("decode_mxfp4", packed, implementation, kernels=False):
+    narrow = dtype != torch.float64
+    match choose("decode_mxfp4", packed, implementation, kernels=narrow, by_default=KERNEL.checked):
         case "reference":
             from openk3.ops.mx.reference import decode as run
+        case "triton":
+            from openk3.ops.mx.kernels import decode as run
         case _:
             from openk3.ops.mx.eager import decode as run
     return run(packed, scale, dtype)
@@ -168,7 +194,11 @@ def _check_weight(operator: str, weight: Tensor) -> None:
             f"want floating point with a last axis that is a multiple of {GROUP}"
         )
     single = torch.float32
-    if weight.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(weight)).to(single)).all()):
+    if (
+        weight.device.type == "cpu"
+        and weight.numel()
+        and not bool(torch.isfinite(torch.stack(torch.aminmax(weight)).to(single)).all())
+    ):
         at = (~torch.isfinite(weight.to(single))).nonzero()[0].tolist()
         raise InvalidInput(
             f"{operator}: weight{at} is {float(weight[tuple(at)])}; want values finite in float32"

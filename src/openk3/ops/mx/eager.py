@@ -48,6 +48,24 @@ def encode(weight: Tensor, scale: Tensor) -> Tensor:
     return code[..., 0::2] | code[..., 1::2] << 4
 
 
+def rounded(x: Tensor, bits: int) -> Tensor:
+    """See `openk3.ops.mx.rounding`."""
+    groups = widen(_grouped(x))
+    if bits == 4:
+        byte, least, mantissa, largest = scales(x).int(), 0, 1, 6.0
+    else:
+        exponent = torch.frexp(groups.abs().amax(-1)).exponent - 1
+        zero = groups.abs().amax(-1) == 0
+        byte = (exponent - 8 + 127).clamp_(0, 252).masked_fill_(zero, 0)
+        least, mantissa, largest = -6, 3, 448.0
+    scale = SCALES.to(x.device, groups.dtype)[byte].unsqueeze(-1)
+    ratio = (groups * SCALES.to(x.device, groups.dtype)[254 - byte].unsqueeze(-1)).abs_().clamp_(max=largest)
+    exponent = torch.frexp(ratio).exponent.sub_(1).clamp_(min=least).sub_(mantissa)
+    steps = torch.round(torch.ldexp(ratio, -exponent))
+    out = torch.ldexp(steps, exponent) * scale
+    return torch.copysign(out, groups).view(x.shape).to(x.dtype)
+
+
 def _grouped(weight: Tensor) -> Tensor:
     """`[..., in / 32, 32]`."""
     return weight.reshape(*weight.shape[:-1], weight.shape[-1] // 32, 32)

@@ -51,6 +51,35 @@ def _nearest_code(ratio: float) -> int:
     return min(range(8), key=lambda code: (abs(min(ratio, 6.0) - MAGNITUDES[code]), code % 2))
 
 
+def rounded(x: Tensor, bits: int) -> Tensor:
+    """See `openk3.ops.mx.rounding`: of all numbers of the format the nearest, ties to the even code."""
+    grid = MAGNITUDES if bits == 4 else _E4M3
+    groups = x.double().reshape(x.numel() // 32, 32).tolist()
+    out = []
+    for group in groups:
+        largest = max(abs(element) for element in group)
+        byte = _scale_byte(largest) if bits == 4 else _floor_byte(largest)
+        scale = 2.0 ** (byte - 127)
+        for element in group:
+            ratio = min(abs(element) / scale, grid[-1])
+            code = min(range(len(grid)), key=lambda code: (abs(ratio - grid[code]), code % 2))
+            out.append(math.copysign(grid[code] * scale, element))
+    return torch.tensor(out, dtype=torch.float64, device=x.device).view(x.shape).to(x.dtype)
+
+
+_E4M3 = tuple(
+    m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7)
+    for e in range(16)
+    for m in range(8)
+    if (e, m) != (15, 7)  # NaN
+)
+
+
+def _floor_byte(largest: float) -> int:
+    """2^(floor(log2 largest) - 8), 0 for zero."""
+    return 0 if largest == 0 else min(max(math.frexp(largest)[1] - 1 - 8 + 127, 0), 252)
+
+
 def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """See `openk3.ops.mx.decode_mxfp4`."""
     codes = torch.stack([packed % 16, packed // 16], dim=-1).flatten(-2).long()

@@ -15,13 +15,16 @@ import torch
 
 from openk3.ops.activation import Activation
 from openk3.ops.kernel_operator import kernel_operator
-from openk3.ops.moe.kernels import gradients
+from openk3.ops.moe.kernels import few, gradients
 from openk3.ops.moe.kernels.plan import tile_starts
 from openk3.ops.moe.kernels.products import product, tiles_for
 from openk3.ops.moe.kernels.rows import combine, gather
 from openk3.ops.moe.plan import DispatchPlan
 
 Tensor = torch.Tensor
+
+
+FEW = 0  # mean rows of an expert up to which the kernels for a few are taken; none: no card has run them
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -51,14 +54,29 @@ def forward_rows(
     return product(hidden, w2, w2, offsets, starts, tiles)
 
 
+def forward_few(
+    x: Tensor, tokens: Tensor, offsets: Tensor, w1: Tensor, w3: Tensor, w2: Tensor,
+    unit: str, gate_cap: float, up_cap: float,
+) -> Tensor:  # fmt: skip
+    """The same for `x[tokens]`, which is not gathered before: for a few rows an expert."""
+    R, (E, F, width) = len(tokens), w1.shape
+    size = few.PLAIN[few.height(R, E)]
+    tiles = few.list_tiles(offsets, R, size.rows)
+    hidden = few.few_product(x, tokens, w1, w3, None, F, R, tiles, size, unit, gate_cap, up_cap)
+    return few.few_product(hidden, None, w2, w2, None, width, R, tiles, size)
+
+
 @kernel_operator("openk3::expert_ffn")
 def _expert_ffn(
     x: Tensor, weights: Tensor, order: Tensor, tokens: Tensor, rows_of: Tensor, offsets: Tensor,
     w1: Tensor, w3: Tensor, w2: Tensor, unit: str, gate_cap: float, up_cap: float,
 ) -> Tensor:  # fmt: skip
-    rows = gather(x.contiguous(), tokens)
     w1, w3, w2 = (_aligned(w) for w in (w1, w3, w2))
-    out = forward_rows(rows, offsets, w1, w3, w2, unit, gate_cap, up_cap)
+    if 0 < len(tokens) <= FEW * len(w1):
+        out = forward_few(_aligned(x), tokens, offsets, w1, w3, w2, unit, gate_cap, up_cap)
+    else:
+        rows = gather(x.contiguous(), tokens)
+        out = forward_rows(rows, offsets, w1, w3, w2, unit, gate_cap, up_cap)
     return combine(out, rows_of, _router_weights(weights), x.dtype)
 
 
