@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from gpu_timing import Ceilings, ceilings, milliseconds
-from rows import merge, row
+from rows import row
+from steps import Steps, add_options
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -114,42 +114,44 @@ def times(run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> tuple[float,
     return forward, milliseconds(lambda: torch.autograd.grad(run(*leaves), leaves, d_y), 50, 250)
 
 
-def measure(limits: Ceilings) -> list[dict[str, object]]:
-    rows = []
-    for name, lengths, heads in (
-        ("8192_h96", [8192], 96),
-        ("r1", documents(32, 4096), 8),
-    ):
-        tensors, offsets = draw(lengths, heads)
-        pairs = heads * sum(n * (n + 1) // 2 for n in lengths)
-        floors = [limits.floor(0, pairs * f) for f in (FORWARD_FLOPS, FORWARD_FLOPS + BACKWARD_FLOPS)]
-        mine = times(lambda *x, o=offsets: ours(x, o)[0], tensors)
-        whole, longest = whole_keys(tensors), max(lengths)
-        peers = {"flash": lambda *x, o=offsets, n=longest: flash(*x, o, n)}
-        if len(lengths) == 1:
-            peers["cudnn"] = cudnn
-        of_peers: dict[str, tuple[float, float]] = {}
-        for peer, run in peers.items():
-            try:
-                of_peers[peer] = times(run, whole)
-            except RuntimeError as error:
-                print(f"{name}: {peer} fails: {str(error).splitlines()[0]}", flush=True)
-        shape = (
-            f"T={sum(lengths)} in {len(lengths)} sequences of {longest} at most, H={heads}, keys 128 + 64 "
-            "shared, values 128, bf16; ours with gate, fp32 output kept, largest logit; peers without"
-        )
+CASES = ("8192_h96", lambda: [8192], 96), ("r1", lambda: documents(32, 4096), 8)
+
+
+def measure(
+    limits: Ceilings, steps: Steps, name: str, lengths: Sequence[int], heads: int, alone: bool
+) -> None:
+    tensors, offsets = draw(lengths, heads)
+    pairs = heads * sum(n * (n + 1) // 2 for n in lengths)
+    floors = [limits.floor(0, pairs * f) for f in (FORWARD_FLOPS, FORWARD_FLOPS + BACKWARD_FLOPS)]
+    mine = times(lambda *x: ours(x, offsets)[0], tensors)
+    shape = (
+        f"T={sum(lengths)} in {len(lengths)} sequences of {max(lengths)} at most, H={heads}, keys 128 + 64 "
+        "shared, values 128, bf16; ours with gate, fp32 output kept, largest logit; peers without"
+    )
+    of_peers: dict[str, tuple[float, float]] = {}
+
+    def keep() -> None:
         for i, kind in enumerate(("fwd", "fwdbwd")):
             found = {peer: t[i] for peer, t in of_peers.items()}
-            print(
-                f"attention_{kind}_{name}: ours {mine[i]:.4g} ms, floor {floors[i]:.4g}, "
-                f"x{mine[i] / floors[i]:.2f},", *(f"{p} {t:.4g}" for p, t in found.items()), flush=True,
-            )  # fmt: skip
             work = f"attention_{kind}_{name}"
-            rows.append(row(work, mine[i], "ms", "lower", peers=found, floor=floors[i], shape=shape))
-    return rows
+            steps.keep(row(work, mine[i], "ms", "lower", peers=found, floor=floors[i], shape=shape))
+
+    keep()
+    if alone:
+        return
+    whole, longest = whole_keys(tensors), max(lengths)
+    peers: dict[str, Callable[..., Tensor]] = {"flash": lambda *x: flash(*x, offsets, longest)}
+    if len(lengths) == 1:
+        peers["cudnn"] = cudnn
+    for peer, run in peers.items():
+        try:
+            of_peers[peer] = times(run, whole)
+        except Exception as error:  # noqa: BLE001 - whatever a peer raises
+            print(f"{name}: {peer} fails: {str(error)[:200]}", flush=True)
+    keep()
 
 
-def try_variants() -> None:
+def try_variants(steps: Steps) -> None:
     """Each pass alone over kernels and tiles, in ms; QUERIES and KEYS are times of the whole backward."""
     from openk3.ops.attention.kernels import operator
 
@@ -164,8 +166,8 @@ def try_variants() -> None:
         "QUERIES": [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 4)],
         "KEYS": [(32, 128, 8, 4), (32, 128, 8, 3), (32, 64, 4, 3)],
     }
-    for name, lengths, heads in (("8192_h96", [8192], 96), ("r1", documents(32, 4096), 8)):
-        tensors, offsets = draw(lengths, heads)
+    for name, lengths, heads in CASES:
+        tensors, offsets = draw(lengths(), heads)
         scale = (K + S) ** -0.5
         places = *tensors, offsets, offsets
         y, _, o, lse = operators.gated_mla(*places, scale, True, True)
@@ -182,6 +184,9 @@ def try_variants() -> None:
                 key = "large" if kernels == "plain" else f"{part}_HOPPER"
                 best = table[key]
                 for rows_, keys, warps, stages in sizes:
+                    if steps.passed():
+                        print(f"{name} {kernels} {part}: out of time", flush=True)
+                        break
                     tile = {"ROWS": rows_, "KEYS": keys, "num_warps": warps}
                     tile["num_stages" if kernels == "plain" else "STAGES"] = stages
                     table[key] = tile
@@ -199,28 +204,30 @@ def main() -> int:
     )
     parser.add_argument("device", nargs="?", default="h200", help="names the file of results")
     parser.add_argument("--variants", action="store_true", help="try tiles instead")
+    add_options(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench/attention.py needs a CUDA device")
         return 0
     from openk3.ops.attention.kernels import operator
 
-    hopper = operator.HOPPER
-    for kernels in ("plain", "hopper"):
-        operator.HOPPER = set() if kernels == "plain" else hopper
-        try:
-            check(kernels)
-        except Exception:  # noqa: BLE001
-            traceback.print_exc()
-            hopper = set()
-            if kernels == "plain":
-                return 1
+    steps = Steps(None if arguments.ours_alone else arguments.device, arguments.budget)
+    hopper = set(operator.HOPPER)
+    operator.HOPPER = set()
+    steps.check("plain kernels", lambda: check("plain"))
     operator.HOPPER = hopper
+    if not steps("hopper kernels", lambda: check("hopper")):
+        operator.HOPPER = set()  # rows are of the plain kernels then
     if arguments.variants:
-        try_variants()
-        return 0
-    print("merged into", merge(measure(ceilings()), arguments.device))
-    return 0
+        steps("variants", lambda: try_variants(steps))
+        return steps.status()
+    limits = ceilings()
+    for name, lengths, heads in CASES:
+        steps(
+            name,
+            lambda n=name, ls=lengths, h=heads: measure(limits, steps, n, ls(), h, arguments.ours_alone),  # type: ignore[misc]
+        )
+    return steps.status()
 
 
 if __name__ == "__main__":

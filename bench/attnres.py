@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from gpu_timing import Ceilings, ceilings, milliseconds, milliseconds_in_graph
 from kda_fla import compile_candidates_together
-from rows import merge, row
+from rows import row
+from steps import Steps, add_options
 
 from openk3.ops.attnres import BankMix, attnres_add_mix_norm, attnres_bank_mixes, attnres_mix
 
@@ -104,74 +105,103 @@ def timed(name: str, call: Call, timer: Callable[[Call], float] = milliseconds) 
         return {}
 
 
-def table(limits: Ceilings) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
-    passes = T * D * 2
+PASS = T * D * 2  # bytes
 
-    def add(work: str, moved: int, shape: str, measured: dict[str, float]) -> None:
-        mine = measured.pop("ours", None)
-        if mine is None:
-            return
-        floor = limits.floor(moved, 0)
-        peers = ", ".join(f"{name} {value:.4g}" for name, value in measured.items())
-        print(f"{work}: ours {mine:.4g} ms, {peers}, floor {floor:.4g}, x{mine / floor:.2f}", flush=True)
-        rows.append(row(work, mine, "ms", "lower", peers=measured, floor=floor, shape=shape))
 
+def keep(
+    limits: Ceilings, steps: Steps, work: str, moved: int, shape: str, measured: dict[str, float]
+) -> None:
+    """The row, where ours ran."""
+    if "ours" not in measured:
+        raise RuntimeError(f"{work}: ours did not run")
+    peers = {name: time for name, time in measured.items() if name != "ours"}
+    floor = limits.floor(moved, 0)
+    steps.keep(row(work, measured["ours"], "ms", "lower", peers=peers, floor=floor, shape=shape))
+
+
+Run = Callable[..., Any]
+
+
+def table(limits: Ceilings, steps: Steps, peer: bool) -> None:
     sources, queries, gains = draw(S, T, D, Q)
     query, gain = queries[0], gains[0]
-    compiled = torch.compile(eager)
-    runs = {"ours": ours, "fla": fla, "torch.compile": compiled}
-    shape = f"S={S} T={T} d={D} bf16"
-    with torch.no_grad():
-        measured = {}
-        for name, run in runs.items():
-            measured |= timed(name, lambda run=run: run(sources, query, gain))  # type: ignore[misc]
-        add(f"attnres_fwd_{S}x{T}x{D}", (S + 1) * passes, shape, measured)
-
     leaves = [x.detach().requires_grad_() for x in (*sources, query, gain)]
     d_h = torch.randn_like(sources[0])
-    measured = {}
-    for name, run in runs.items():
-        measured |= timed(
-            name,
-            lambda run=run: torch.autograd.grad(run(leaves[:-2], *leaves[-2:]), leaves, d_h),  # type: ignore[misc]
-        )
-    add(f"attnres_fwdbwd_{S}x{T}x{D}", (3 * S + 2) * passes, shape, measured)
+    shape = f"S={S} T={T} d={D} bf16"
+    found: dict[str, dict[str, float]] = {"fwd": {}, "fwdbwd": {}}
+    moved = {"fwd": (S + 1) * PASS, "fwdbwd": (3 * S + 2) * PASS}
 
-    with torch.no_grad():
-        both = timed("ours", lambda: attnres_bank_mixes(sources, queries, gains, implementation="triton"))
-        both |= timed("fla", lambda: [fla(sources, q, g) for q, g in zip(queries, gains, strict=True)])
-        add(f"attnres_{Q}query_{S}x{T}x{D}", (S + Q) * passes, f"{shape}, {Q} queries", both)
+    def forward(name: str, run: Run) -> None:
+        with torch.no_grad():
+            found["fwd"] |= timed(name, lambda: run(sources, query, gain))
+        keep(limits, steps, f"attnres_fwd_{S}x{T}x{D}", moved["fwd"], shape, found["fwd"])
 
-        bank, prefix, output = sources[:-1], sources[-1], torch.randn_like(sources[0])
-        fused = timed(
-            "ours",
+    def both_ways(name: str, run: Run) -> None:
+        call = lambda: torch.autograd.grad(run(leaves[:-2], *leaves[-2:]), leaves, d_h)  # noqa: E731
+        found["fwdbwd"] |= timed(name, call)
+        keep(limits, steps, f"attnres_fwdbwd_{S}x{T}x{D}", moved["fwdbwd"], shape, found["fwdbwd"])
+
+    def against_fla(work: str, moved: int, shape: str, mine: Call, theirs: Call | None) -> None:
+        with torch.no_grad():
+            measured = timed("ours", mine)
+            if peer and theirs:
+                measured |= timed("fla", theirs)
+        keep(limits, steps, work, moved, shape, measured)
+
+    def all_queries() -> None:
+        against_fla(
+            f"attnres_{Q}query_{S}x{T}x{D}", (S + Q) * PASS, f"{shape}, {Q} queries",
+            lambda: attnres_bank_mixes(sources, queries, gains, implementation="triton"),
+            lambda: [fla(sources, q, g) for q, g in zip(queries, gains, strict=True)],
+        )  # fmt: skip
+
+    bank, prefix, output = sources[:-1], sources[-1], torch.randn_like(sources[0])
+
+    def fused() -> None:
+        against_fla(
+            f"attnres_add_mix_norm_{S}x{T}x{D}", (S + 3) * PASS, f"{shape}, sum and norm written",
             lambda: attnres_add_mix_norm(
                 bank, prefix, output, query, gain, gains[1], implementation="triton"
             ),
-        )
-        fused |= timed("fla", lambda: fla([*bank, prefix + output], query, gain, gains[1]))
-        add(f"attnres_add_mix_norm_{S}x{T}x{D}", (S + 3) * passes, f"{shape}, sum and norm written", fused)
+            lambda: fla([*bank, prefix + output], query, gain, gains[1]),
+        )  # fmt: skip
 
+    def merged() -> None:
         mix = BankMix(bank[0], torch.randn(T, device="cuda"))
-        merged = timed(
-            "ours",
+        against_fla(
+            f"attnres_merge_{T}x{D}", 5 * PASS, f"T={T} d={D} bf16, a mix of the bank for the bank",
             lambda: attnres_add_mix_norm(mix, prefix, output, query, gain, gains[1], implementation="triton"),
-        )
-        add(f"attnres_merge_{T}x{D}", 5 * passes, f"T={T} d={D} bf16, a mix of the bank for the bank", merged)
+            None,
+        )  # fmt: skip
 
-        for tokens in (1, 32, 256):
-            sets = [draw(S, tokens, D) for _ in range(max(2, min(24, 2048 // tokens)))]
-            few: dict[str, float] = {}
-            for name, run in (("ours", ours), ("fla", fla)):
+    def few(tokens: int) -> None:
+        sets = [draw(S, tokens, D) for _ in range(max(2, min(24, 2048 // tokens)))]
+        measured: dict[str, float] = {}
+        with torch.no_grad():
+            for name, run in {"ours": ours, **({"fla": fla} if peer else {})}.items():
                 calls = [lambda x=x, run=run: run(x[0], x[1][0], x[2][0]) for x in sets]  # type: ignore[misc]
-                few |= timed(name, calls[0], lambda _, calls=calls: milliseconds_in_graph(calls))  # type: ignore[misc]
-            shape = f"S={S} T={tokens} d={D} bf16, in a CUDA graph"
-            add(f"attnres_fwd_{S}x{tokens}x{D}", (S + 1) * tokens * D * 2, shape, few)
-    return rows
+                measured |= timed(name, calls[0], lambda _, calls=calls: milliseconds_in_graph(calls))  # type: ignore[misc]
+        work, label = f"attnres_fwd_{S}x{tokens}x{D}", f"S={S} T={tokens} d={D} bf16, in a CUDA graph"
+        keep(limits, steps, work, (S + 1) * tokens * D * 2, label, measured)
+
+    steps("forward", lambda: forward("ours", ours))
+    steps("both ways", lambda: both_ways("ours", ours))
+    if peer:
+        steps("fla's kernels", compile_candidates_together)
+        steps("forward of fla", lambda: forward("fla", fla))
+        steps("both ways of fla", lambda: both_ways("fla", fla))
+    steps("all queries", all_queries)
+    steps("add, mix, norm", fused)
+    steps("merge", merged)
+    for tokens in (1, 32, 256):
+        steps(f"{tokens} tokens", lambda tokens=tokens: few(tokens))  # type: ignore[misc]
+    if peer:  # last: it compiles for long
+        compiled = torch.compile(eager)
+        steps("forward of torch.compile", lambda: forward("torch.compile", compiled))
+        steps("both ways of torch.compile", lambda: both_ways("torch.compile", compiled))
 
 
-def try_variants(limits: Ceilings) -> None:
+def try_variants(limits: Ceilings, steps: Steps) -> None:
     """Each kernel alone, over launches."""
     from openk3.ops.attnres.kernels import operator
 
@@ -215,6 +245,9 @@ def try_variants(limits: Ceilings) -> None:
     for name, setting, choices, passes, call in kernels:
         kept, floor = getattr(operator, setting), limits.floor(passes * T * D * 2, 0)
         for choice, columns in product(choices, (1024, 512) if setting == "BACKWARD" else (1024,)):
+            if steps.passed():
+                print(f"{name}: out of time", flush=True)
+                break
             setattr(operator, setting, choice)
             operator.COLUMNS_PER_WARP = columns
             label = f"{name}: {setting} {choice}, {columns} columns a warp"
@@ -230,19 +263,20 @@ def main() -> int:
     )
     parser.add_argument("device", nargs="?", default="h200", help="names the file of results")
     parser.add_argument("--variants", action="store_true", help="try launches instead")
+    add_options(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench/attnres.py needs a CUDA device")
         return 0
     torch.manual_seed(0)
-    check()
+    steps = Steps(None if arguments.ours_alone else arguments.device, arguments.budget)
+    steps.check("errors", check)
     limits = ceilings()
     if arguments.variants:
-        try_variants(limits)
-        return 0
-    compile_candidates_together()
-    print("merged into", merge(table(limits), arguments.device))
-    return 0
+        steps("variants", lambda: try_variants(limits, steps))
+        return steps.status()
+    table(limits, steps, peer=not arguments.ours_alone)
+    return steps.status()
 
 
 if __name__ == "__main__":

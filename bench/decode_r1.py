@@ -21,7 +21,8 @@ from unittest.mock import patch
 
 import torch
 from gpu_timing import ceilings
-from rows import merge, row
+from rows import row
+from steps import Steps, add_options
 
 from openk3.config import ModelConfig
 from openk3.config.presets import preset
@@ -60,8 +61,8 @@ def in_float64(model: K3) -> K3:
 
 
 @torch.inference_mode()
-def check(n: int, steps: int = 4) -> str:
-    """Relative L2 errors of a step's logits: ours and the plain loop's, over `steps` steps after prompts."""
+def check(n: int, steps: int = 4) -> None:
+    """Relative L2 errors of a step's logits, ours and the plain loop's, over `steps` steps after prompts."""
     model = filled(R1.model_copy(update={"num_layers": 4, "vocab_size": 4096}))
     exact = in_float64(model)
     make = torch.Generator().manual_seed(n)
@@ -85,8 +86,9 @@ def check(n: int, steps: int = 4) -> str:
         ours.append(float((logits["ours"] - right).norm() / right.norm()))
         plain.append(float((logits["plain"] - right).norm() / right.norm()))
     mine, theirs = (sum(errors) / steps for errors in (ours, plain))
-    verdict = "ok" if mine < LIMIT * theirs else "WRONG"
-    return f"{verdict}: n={n}, relative L2 error of logits {mine:.2e}, of the plain loop's {theirs:.2e}"
+    print(f"n={n}: relative L2 error of logits {mine:.2e}, of the plain loop's {theirs:.2e}", flush=True)
+    if not mine < LIMIT * theirs:
+        raise RuntimeError("the logits are wrong")
 
 
 class Sequences:
@@ -197,28 +199,32 @@ def floor_bytes(n: int, experts: int) -> dict[str, float]:
     }
 
 
-def measure(model: K3, n: int, bandwidth: float, profile: bool) -> dict[str, object]:
+def measure(model: K3, n: int, bandwidth: float, steps: Steps, *, profile: bool, alone: bool) -> None:
     sequences = Sequences(model, n)
     time = sequences.milliseconds()
     experts = sequences.experts_hit()
     parts = floor_bytes(n, experts)
     floor = 1e3 * sum(parts.values()) / bandwidth
-    if profile:
-        sequences.profile()
-    try:
-        plain = sequences.plain_milliseconds()
-    except Exception:  # noqa: BLE001 - a peer that fails must not take our row with it
-        traceback.print_exc()
-        plain = float("inf")
     amounts = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in parts.items())
-    print(f"r1_decode_b{n}: {time:.4f} ms, floor {floor:.4f} ms, plain loop {plain:.2f} ms; {amounts}")
-    peers = {"plain loop": floor / plain} if plain < float("inf") else {}
     hit = f"{experts} experts hit in {R1.num_layers - R1.dense_layers} layers"
     shape = f"{n} sequences, context {CONTEXT}, bf16, greedy, {time:.4g} ms; floor: {amounts} ({hit})"
-    return row(f"r1_decode_b{n}", floor / time, "share", "higher", peers=peers, floor=1.0, shape=shape)
+
+    def keep(peers: dict[str, float]) -> None:
+        work = f"r1_decode_b{n}"
+        steps.keep(row(work, floor / time, "share", "higher", peers=peers, floor=1.0, shape=shape))
+
+    keep({})
+    print(f"r1_decode_b{n}: {time:.4f} ms, floor {floor:.4f} ms; {amounts}", flush=True)
+    if profile:
+        steps(f"profile of {n}", sequences.profile)
+    if alone:
+        return
+    plain = sequences.plain_milliseconds()
+    print(f"r1_decode_b{n}: plain loop {plain:.2f} ms", flush=True)
+    keep({"plain loop": floor / plain})
 
 
-def variants(model: K3) -> None:
+def variants(model: K3, steps: Steps) -> None:
     """Sizes that the code fixes, each alone."""
     from openk3.ops.decoding.kernels import early, experts, products
 
@@ -232,6 +238,9 @@ def variants(model: K3) -> None:
             ("LIST", (experts,), lists if n > 4 else []),
         ):
             for value in values:
+                if steps.passed():
+                    print(f"n={n} {name}: out of time", flush=True)
+                    break
                 with ExitStack() as patches:
                     for module in modules:
                         patches.enter_context(patch.object(module, name, value))
@@ -242,38 +251,34 @@ def variants(model: K3) -> None:
                         traceback.print_exc()
 
 
-def main() -> None:
-    options = argparse.ArgumentParser()
-    options.add_argument("device", nargs="?")
-    options.add_argument("--profile", action="store_true")
-    options.add_argument("--variants", action="store_true")
+def main() -> int:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("device", nargs="?", default="h200", help="names the file of results")
+    options.add_argument("--profile", action="store_true", help="print the kernels of a step")
+    options.add_argument("--variants", action="store_true", help="try sizes after the rows")
+    add_options(options)
     given = options.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("decode_r1: needs a CUDA device")
-    failed = False
+        print("bench/decode_r1.py needs a CUDA device")
+        return 0
+    steps = Steps(None if given.ours_alone else given.device, given.budget)
     for n in (1, 3, 5, 64):
-        try:
-            verdict = check(n)
-        except Exception:  # noqa: BLE001 - the next size may run
-            traceback.print_exc()
-            verdict = f"WRONG: n={n} did not run"
-        failed |= verdict.startswith("WRONG")
-        print(verdict, flush=True)
-    model, rows = filled(R1), []
+        steps.check(f"errors of {n}", lambda n=n: check(n))  # type: ignore[misc]
     bandwidth = ceilings().bandwidth
+    model = filled(R1)
     for n in (1, 64, 256):
-        try:
-            rows.append(measure(model, n, bandwidth, given.profile))
-        except Exception:  # noqa: BLE001 - the other rows may run
-            traceback.print_exc()
-            failed = True
+        steps(
+            f"{n} sequences",
+            lambda n=n: measure(  # type: ignore[misc]
+                model, n, bandwidth, steps, profile=given.profile, alone=given.ours_alone
+            ),
+        )
     if given.variants:
-        variants(model)
-    if given.device and not failed:
-        print(merge(rows, given.device))
-    if failed:
-        sys.exit("decode_r1: something failed; no row was kept")
+        steps("variants", lambda: variants(model, steps))
+    return steps.status()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

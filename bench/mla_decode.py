@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 from gpu_timing import Ceilings, ceilings, milliseconds, milliseconds_in_graph
-from rows import merge, row
+from rows import row
+from steps import Steps, add_options
 
 from openk3.ops.attention.kernels import paged_operator as operator
 from openk3.ops.attention.paged import mla_append, mla_decode
@@ -174,52 +175,61 @@ def work(case: Case) -> tuple[int, int]:
     return 2 * (N * case.max_length * D + N * W * H * (D + R)), 2 * N * W * H * case.max_length * (R + D)
 
 
-def table(limits: Ceilings) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
-
-    def add(name: str, case: Case, shape: str, measured: dict[str, float]) -> None:
-        mine = measured.pop("ours", None)
-        if mine is None:
-            return
-        floor = limits.floor(*work(case))
-        peers = ", ".join(f"{peer} {value:.4g}" for peer, value in measured.items())
-        print(f"{name}: ours {mine:.4g} ms, {peers}, floor {floor:.4g}, x{mine / floor:.2f}", flush=True)
-        rows.append(row(name, mine, "ms", "lower", peers=measured, floor=floor, shape=shape))
-
-    long: list[tuple[str, int, int, dict[str, int]]] = [
-        ("mla_decode_32x64k", 32, 65536, {}),
-        ("mla_verify4_32x64k", 32, 65536, {"W": 4}),
-        ("mla_decode_4x64k", 4, 65536, {}),
-        ("mla_decode_48b_32x64k", 32, 65536, {"H": 32}),
-    ]
-    for name, N, length, options in long:
-        case = draw([length] * N, **options)
-        shape = (
-            f"N={N} x {length} tokens, W={options.get('W', 1)} H={options.get('H', 96)}, 512+64, pages of 64"
-        )
-        fast = lambda call: milliseconds(call, 10, 60)  # noqa: E731
-        measured = timed("ours", case.ours, fast)
-        q, cache = without_pages(case)
-        for peer, run in (("torch bmm", torch_bmm), ("sdpa", torch_sdpa)):
-            measured |= timed(peer, lambda run=run, q=q, cache=cache, c=case: run(q, cache, c), fast)  # type: ignore[misc]
-        add(name, case, f"{shape}, bf16", measured)
-        del case, q, cache
-        torch.cuda.empty_cache()
-
-    for N in (1, 64, 256):
-        sets = [draw([2048] * N, H=8, R=256) for _ in range(max(2, min(24, 96 // N)))]
-        flat = [(*without_pages(case), case) for case in sets]
-        measured = timed(
-            "ours", sets[0].ours, lambda _, sets=sets: milliseconds_in_graph([c.ours for c in sets])
-        )  # type: ignore[misc]
-        calls = [lambda x=x: torch_bmm(*x) for x in flat]  # type: ignore[misc]
-        measured |= timed("torch bmm", calls[0], lambda _, calls=calls: milliseconds_in_graph(calls))  # type: ignore[misc]
-        shape = f"N={N} x 2048 tokens, W=1 H=8, 256+64, pages of 64, bf16, in a CUDA graph"
-        add(f"mla_decode_r1_{N}x2k", sets[0], shape, measured)
-    return rows
+LONG: list[tuple[str, int, int, dict[str, int]]] = [
+    ("mla_decode_32x64k", 32, 65536, {}),
+    ("mla_verify4_32x64k", 32, 65536, {"W": 4}),
+    ("mla_decode_4x64k", 4, 65536, {}),
+    ("mla_decode_48b_32x64k", 32, 65536, {"H": 32}),
+]
 
 
-def try_variants(limits: Ceilings) -> None:
+def keep(
+    limits: Ceilings, steps: Steps, name: str, case: Case, shape: str, measured: dict[str, float]
+) -> None:
+    """The row, where ours ran."""
+    peers = {peer: time for peer, time in measured.items() if peer != "ours"}
+    if "ours" not in measured:
+        raise RuntimeError(f"{name}: ours did not run")
+    floor = limits.floor(*work(case))
+    steps.keep(row(name, measured["ours"], "ms", "lower", peers=peers, floor=floor, shape=shape))
+
+
+def long(
+    limits: Ceilings, steps: Steps, name: str, N: int, length: int, options: dict[str, int], alone: bool
+) -> None:
+    case = draw([length] * N, **options)
+    shape = (
+        f"N={N} x {length} tokens, W={options.get('W', 1)} H={options.get('H', 96)}, 512+64, pages of 64, "
+        "bf16"
+    )
+    fast = lambda call: milliseconds(call, 10, 60)  # noqa: E731
+    measured = timed("ours", case.ours, fast)
+    keep(limits, steps, name, case, shape, measured)
+    if alone:
+        return
+    q, cache = without_pages(case)
+    for peer, run in (("torch bmm", torch_bmm), ("sdpa", torch_sdpa)):
+        measured |= timed(peer, lambda run=run: run(q, cache, case), fast)  # type: ignore[misc]
+    keep(limits, steps, name, case, shape, measured)
+
+
+def short(limits: Ceilings, steps: Steps, N: int, alone: bool) -> None:
+    sets = [draw([2048] * N, H=8, R=256) for _ in range(max(2, min(24, 96 // N)))]
+    name, shape = (
+        f"mla_decode_r1_{N}x2k",
+        f"N={N} x 2048 tokens, W=1 H=8, 256+64, pages of 64, bf16, in a CUDA graph",
+    )
+    measured = timed("ours", sets[0].ours, lambda _: milliseconds_in_graph([c.ours for c in sets]))
+    keep(limits, steps, name, sets[0], shape, measured)
+    if alone:
+        return
+    flat = [(*without_pages(case), case) for case in sets]
+    calls = [lambda x=x: torch_bmm(*x) for x in flat]  # type: ignore[misc]
+    measured |= timed("torch bmm", calls[0], lambda _: milliseconds_in_graph(calls))
+    keep(limits, steps, name, sets[0], shape, measured)
+
+
+def try_variants(limits: Ceilings, steps: Steps) -> None:
     """Both kernels over sizes of parts, the plain one over tiles too."""
     cases = [
         ("32 x 64k, 96 heads", draw([65536] * 32), (2048, 4096, 8192), (64, 32)),
@@ -230,6 +240,9 @@ def try_variants(limits: Ceilings) -> None:
     kernels = [("plain", 1000)] if heads > 128 else [("Hopper", 1), ("plain", 1000)]
 
     def show(label: str, case: Case, split: int | None) -> None:
+        if steps.passed():
+            print(f"{label}: out of time", flush=True)
+            return
         floor = limits.floor(*work(case))
         for time in timed(
             label, lambda: case.ours(split=split), lambda call: milliseconds(call, 2, 15)
@@ -261,6 +274,7 @@ def main() -> int:
     parser.add_argument("device", nargs="?", default="h200", help="names the file of results")
     parser.add_argument("--variants", action="store_true", help="try launches instead")
     parser.add_argument("--plain", action="store_true", help="leave out the kernel in Hopper's layouts")
+    add_options(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench/mla_decode.py needs a CUDA device")
@@ -268,13 +282,21 @@ def main() -> int:
     torch.manual_seed(0)
     if arguments.plain:
         operator.HOPPER_HEADS = 1000
-    check()
+    alone = arguments.ours_alone
+    steps = Steps(None if alone else arguments.device, arguments.budget)
+    steps.check("errors", check)
     limits = ceilings()
     if arguments.variants:
-        try_variants(limits)
-        return 0
-    print("merged into", merge(table(limits), arguments.device))
-    return 0
+        steps("variants", lambda: try_variants(limits, steps))
+        return steps.status()
+    for name, N, length, options in LONG:
+        steps(
+            name,
+            lambda n=name, N=N, length=length, o=options: long(limits, steps, n, N, length, o, alone),  # type: ignore[misc]
+        )
+    for N in (1, 64, 256):
+        steps(f"mla_decode_r1_{N}x2k", lambda N=N: short(limits, steps, N, alone))  # type: ignore[misc]
+    return steps.status()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from gpu_timing import Ceilings, ceilings, milliseconds
-from rows import merge, row
+from rows import row
+from steps import Steps, add_options
 
 from openk3.ops.activation import Activation
 from openk3.ops.dispatch import Implementation
@@ -114,7 +115,7 @@ def padded(x: Tensor, weights: Tensor, ids: Tensor, w: list[Tensor], longest: in
     return (out[place_of] * weights[:, :, None]).sum(1).to(x.dtype)
 
 
-def r1(limits: Ceilings) -> list[dict[str, object]]:
+def r1(limits: Ceilings, steps: Steps, alone: bool) -> None:
     T, k, E, width, F = R1
     ids, inputs = draw(*R1)
     leaves = [part.detach().requires_grad_() for part in inputs]
@@ -134,22 +135,25 @@ def r1(limits: Ceilings) -> list[dict[str, object]]:
     def both_ways(forward: Callable[[], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(forward(), leaves, d_u)
 
-    peers = {}
-    for name, forward in (
-        ("torch bmm, padded", lambda: padded(leaves[0], leaves[1], ids, leaves[2:], longest, unit)),
-        ("torch grouped_mm", lambda: through("eager")),
-    ):
-        peers[name] = attempt(name, lambda forward=forward: milliseconds(both_ways(forward), 50, 200))  # type: ignore[misc]
-    ours = milliseconds(both_ways(lambda: through("triton")), 50, 200)
-    with torch.no_grad():
-        print(f"r1 forward alone: {milliseconds(lambda: through('triton')):.3f} ms")
     rows = T * k
     floor = limits.floor(2 * 2 * 3 * E * F * width + 4 * 2 * T * width, 2 * 9 * rows * F * width)
     shape = f"T={T} k={k} E={E} l={width} F={F} bf16, SiTU, from ids to all gradients"
-    return report("moe_fwdbwd_r1", ours, peers, floor, shape)
+    ours = milliseconds(both_ways(lambda: through("triton")), 50, 200)
+    peers: dict[str, float | None] = {}
+    report(steps, "moe_fwdbwd_r1", ours, peers, floor, shape)
+    with torch.no_grad():
+        print(f"r1 forward alone: {milliseconds(lambda: through('triton')):.3f} ms", flush=True)
+    for name, forward in (
+        ("torch grouped_mm", lambda: through("eager")),
+        ("torch bmm, padded", lambda: padded(leaves[0], leaves[1], ids, leaves[2:], longest, unit)),
+    ):
+        if alone:
+            break
+        peers[name] = attempt(name, lambda forward=forward: milliseconds(both_ways(forward), 50, 200))  # type: ignore[misc]
+        report(steps, "moe_fwdbwd_r1", ours, peers, floor, shape)
 
 
-def k3(limits: Ceilings) -> list[dict[str, object]]:
+def k3(limits: Ceilings, steps: Steps, alone: bool) -> None:
     from openk3.ops.moe.kernels.operator import forward_rows
 
     T, k, E, width, F = K3
@@ -179,20 +183,22 @@ def k3(limits: Ceilings) -> list[dict[str, object]]:
             print(f"moe_fwd_8192x16of896: expert {e}, {len(x)} rows, error {error:.1e}")
             if not error < LIMIT:
                 raise RuntimeError("the products are wrong")
-        times = {"torch grouped_mm": attempt("grouped_mm", lambda: milliseconds(peer, 100, 400))}
         mine_ms = milliseconds(ours, 100, 400)
-    first = limits.floor(2 * (2 * E * F * width + T * k * (width + F)), 4 * T * k * F * width)
-    second = limits.floor(2 * (E * F * width + T * k * (width + F)), 2 * T * k * F * width)
-    shape = f"T={T} k={k} E={E} l={width} F={F} bf16, SiTU, from grouped rows to grouped rows"
-    return report("moe_fwd_8192x16of896", mine_ms, times, first + second, shape)
+        first = limits.floor(2 * (2 * E * F * width + T * k * (width + F)), 4 * T * k * F * width)
+        second = limits.floor(2 * (E * F * width + T * k * (width + F)), 2 * T * k * F * width)
+        shape = f"T={T} k={k} E={E} l={width} F={F} bf16, SiTU, from grouped rows to grouped rows"
+        times: dict[str, float | None] = {}
+        report(steps, "moe_fwd_8192x16of896", mine_ms, times, first + second, shape)
+        if not alone:
+            times["torch grouped_mm"] = attempt("grouped_mm", lambda: milliseconds(peer, 100, 400))
+            report(steps, "moe_fwd_8192x16of896", mine_ms, times, first + second, shape)
 
 
 def report(
-    work: str, ours: float, peers: dict[str, float | None], floor: float, shape: str
-) -> list[dict[str, object]]:
+    steps: Steps, work: str, ours: float, peers: dict[str, float | None], floor: float, shape: str
+) -> None:
     known = {name: value for name, value in peers.items() if value is not None}
-    print(f"{work}: ours {ours:.4g} ms, floor {floor:.4g} ms", *(f"{n} {v:.4g}" for n, v in known.items()))
-    return [row(work, ours, "ms", "lower", peers=known, floor=floor, shape=shape)]
+    steps.keep(row(work, ours, "ms", "lower", peers=known, floor=floor, shape=shape))
 
 
 def attempt(name: str, call: Callable[[], float]) -> float | None:
@@ -277,7 +283,7 @@ def time_pieces(limits: Ceilings) -> None:
         print(f"r1 {name}: {time} ms, floor {floor:.4f} ms", flush=True)
 
 
-def try_variants(limits: Ceilings) -> None:
+def try_variants(limits: Ceilings, steps: Steps) -> None:
     """Each product of r1 over tile sizes; gate and up of K3 with fewer experts, as many rows to each."""
     from openk3.ops.moe.kernels import gradients, products
 
@@ -332,6 +338,9 @@ def try_variants(limits: Ceilings) -> None:
         for name, variants in wanted.items():
             floor, call = made[name]
             for variant in variants:
+                if steps.passed():
+                    print(f"{label} {name} {variant}: out of time", flush=True)
+                    break
                 if name == "hidden gradients":
                     gradients.HIDDEN = variant  # type: ignore[assignment]
                 elif name == "row gradients":
@@ -357,27 +366,22 @@ def main() -> int:
     parser.add_argument("device", nargs="?", default="h200", help="names the file of results")
     parser.add_argument("--pieces", action="store_true", help="time each kernel of r1 instead")
     parser.add_argument("--variants", action="store_true", help="try tile sizes instead")
+    add_options(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench/moe_gpu.py needs a CUDA device")
         return 0
-    check()
+    steps = Steps(None if arguments.ours_alone else arguments.device, arguments.budget)
+    steps.check("errors", check)
     limits = ceilings()
-    if arguments.pieces or arguments.variants:
-        if arguments.pieces:
-            time_pieces(limits)
-        if arguments.variants:
-            try_variants(limits)
-        return 0
-    rows = []
-    for measure in (r1, k3):
-        try:
-            rows += measure(limits)
-        except Exception:  # noqa: BLE001
-            print(f"{measure.__name__} failed:\n{traceback.format_exc()}")
-        torch.cuda.empty_cache()
-    print("merged into", merge(rows, arguments.device))
-    return 0
+    if arguments.pieces:
+        steps("pieces", lambda: time_pieces(limits))
+    if arguments.variants:
+        steps("variants", lambda: try_variants(limits, steps))
+    if not (arguments.pieces or arguments.variants):
+        steps("r1", lambda: r1(limits, steps, arguments.ours_alone))
+        steps("K3", lambda: k3(limits, steps, arguments.ours_alone))
+    return steps.status()
 
 
 if __name__ == "__main__":

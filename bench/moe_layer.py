@@ -21,7 +21,8 @@ from unittest.mock import patch
 
 import torch
 from gpu_timing import Ceilings, ceilings, milliseconds
-from rows import merge, row
+from rows import row
+from steps import Steps, add_options
 from torch.nn import functional as F
 
 from openk3.config import preset
@@ -65,48 +66,45 @@ def gradients(inputs: list[Tensor], forward: Callable[[list[Tensor]], tuple[Tens
     return [*(o.detach() for o in out), *torch.autograd.grad(out, leaves, d_out)]
 
 
-def check() -> None:
+def check(T: int) -> None:
     """Right, the same twice, and never waiting for the device; raises if not."""
-    for T in (5000, 77):
-        inputs = draw(T)
-        made = through(inputs, "triton")
-        ids = made.routing.ids
+    inputs = draw(T)
+    made = through(inputs, "triton")
+    ids = made.routing.ids
 
-        def equations(leaves: list[Tensor], ids: Tensor = ids) -> tuple[Tensor, Tensor]:
-            chosen = torch.sigmoid(leaves[0] @ leaves[1].T).gather(1, ids)
-            return leaves[0] @ leaves[2].T, chosen / chosen.sum(1, keepdim=True)
+    def equations(leaves: list[Tensor], ids: Tensor = ids) -> tuple[Tensor, Tensor]:
+        chosen = torch.sigmoid(leaves[0] @ leaves[1].T).gather(1, ids)
+        return leaves[0] @ leaves[2].T, chosen / chosen.sum(1, keepdim=True)
 
-        def mine(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
-            made = through(leaves, "triton")
-            return made.latent, made.routing.weights
+    def mine(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
+        made = through(leaves, "triton")
+        return made.latent, made.routing.weights
 
-        def eager(
-            leaves: list[Tensor], decision: object = (ids, made.routing.cutoff)
-        ) -> tuple[Tensor, Tensor]:
-            made = route_and_project(*leaves, K, chosen=decision, implementation="eager")  # type: ignore[arg-type]
-            return made.latent, made.routing.weights
+    def eager(leaves: list[Tensor], decision: object = (ids, made.routing.cutoff)) -> tuple[Tensor, Tensor]:
+        made = route_and_project(*leaves, K, chosen=decision, implementation="eager")  # type: ignore[arg-type]
+        return made.latent, made.routing.weights
 
-        exact = gradients([x.double() for x in inputs], equations)
-        gradients(inputs, mine)
-        torch.cuda.set_sync_debug_mode("error")
-        first, again = gradients(inputs, mine), gradients(inputs, mine)
-        torch.cuda.set_sync_debug_mode("default")
-        errors = [
-            [distance(a, b) for a, b in zip(r, exact, strict=True)] for r in (first, gradients(inputs, eager))
-        ]
-        print(f"T={T}: errors of latent, weights, dx, drouter, ddown, then of eager:")
-        print("  ", *(f"{e:.1e}" for e in errors[0]), "|", *(f"{e:.1e}" for e in errors[1]))
-        peer = through(inputs, "eager")
-        other = int((peer.routing.ids != ids).any(1).sum())
-        moved = int((peer.histogram - made.histogram).cumsum(1).abs().sum())  # type: ignore[operator]
-        print(f"   tokens routed otherwise than eager: {other}; values counted in another bin: {moved}")
-        counted = torch.equal(made.load, torch.bincount(ids.flatten(), minlength=E))  # type: ignore[arg-type]
-        sorts = same_plan(plan(ids, E, counts=made.routing.counts), plan(ids, E, implementation="eager"))
-        repeats = all(map(torch.equal, first, again))
-        if not (max(errors[0]) < LIMIT and errors[0][1] < 3e-6 and counted and sorts and repeats):
-            raise RuntimeError(f"wrong: counted {counted}, sorted {sorts}, the same twice {repeats}")
-        if other > 1e-3 * T + 1 or moved > 1e-3 * T * E:
-            raise RuntimeError("the choice or the histogram is not the eager one's")
+    exact = gradients([x.double() for x in inputs], equations)
+    gradients(inputs, mine)
+    torch.cuda.set_sync_debug_mode("error")
+    first, again = gradients(inputs, mine), gradients(inputs, mine)
+    torch.cuda.set_sync_debug_mode("default")
+    errors = [
+        [distance(a, b) for a, b in zip(r, exact, strict=True)] for r in (first, gradients(inputs, eager))
+    ]
+    print(f"T={T}: errors of latent, weights, dx, drouter, ddown, then of eager:")
+    print("  ", *(f"{e:.1e}" for e in errors[0]), "|", *(f"{e:.1e}" for e in errors[1]))
+    peer = through(inputs, "eager")
+    other = int((peer.routing.ids != ids).any(1).sum())
+    moved = int((peer.histogram - made.histogram).cumsum(1).abs().sum())  # type: ignore[operator]
+    print(f"   tokens routed otherwise than eager: {other}; values counted in another bin: {moved}")
+    counted = torch.equal(made.load, torch.bincount(ids.flatten(), minlength=E))  # type: ignore[arg-type]
+    sorts = same_plan(plan(ids, E, counts=made.routing.counts), plan(ids, E, implementation="eager"))
+    repeats = all(map(torch.equal, first, again))
+    if not (max(errors[0]) < LIMIT and errors[0][1] < 3e-6 and counted and sorts and repeats):
+        raise RuntimeError(f"wrong: counted {counted}, sorted {sorts}, the same twice {repeats}")
+    if other > 1e-3 * T + 1 or moved > 1e-3 * T * E:
+        raise RuntimeError("the choice or the histogram is not the eager one's")
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -285,7 +283,7 @@ def time_layer(limits: Ceilings, T: int) -> tuple[float, dict[str, float], float
     return times.pop("ours"), times, limits.floor(0, flops)
 
 
-def try_variants(limits: Ceilings) -> None:
+def try_variants(steps: Steps) -> None:
     x, router, down, bias = draw(STEP)
     logits, latent = products.forward(x, router, down)
     made = choice.decide(logits, bias, None, K, 1.0, True, True, BINS)
@@ -301,6 +299,9 @@ def try_variants(limits: Ceilings) -> None:
     }
     for name, variants in sizes.items():
         for size in variants:
+            if steps.passed():
+                print(f"{name} {size}: out of time", flush=True)
+                break
             with patch.object(products, name, products.Blocks(*size)):
                 print(f"{name} {size}: {attempt(name, calls[name])} ms", flush=True)
     for size, warps in ((4096, 8), (8192, 8), (4096, 4), (2048, 4), (1024, 1)):
@@ -309,39 +310,50 @@ def try_variants(limits: Ceilings) -> None:
             print(f"decide {size} {warps}: {attempt('decide', run)} ms", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("device", nargs="?", help="whose results to merge into, e.g. h200")
-    parser.add_argument("--pieces", action="store_true")
-    parser.add_argument("--variants", action="store_true")
+def entry_row(limits: Ceilings, steps: Steps, T: int) -> None:
+    inputs = draw(T)
+    ours, eager = (milliseconds(both_ways(inputs, i), 25, 100) for i in ("triton", "eager"))
+    shape = f"T={T} d={d} E={E} k={K} l={L} bf16, {BINS} bins, forward and all gradients"
+    steps.keep(row(f"moe_entry_fwdbwd_r1_{T}", ours, "ms", "lower", peers={"torch": eager},
+                   floor=entry_floor(limits, T), shape=shape))  # fmt: skip
+
+
+def layer_row(limits: Ceilings, steps: Steps, T: int) -> None:
+    ours, others, floor = time_layer(limits, T)
+    shape = f"T={T}, a LatentMoE layer of r1 with router, record and shared experts, all gradients"
+    work = f"moe_layer_fwdbwd_r1_{T}"
+    steps.keep(row(work, ours, "ms", "lower", peers=others, floor=floor, shape=shape))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("device", nargs="?", default="h200", help="names the file of results")
+    parser.add_argument("--pieces", action="store_true", help="each piece, its floor, its peers instead")
+    parser.add_argument("--variants", action="store_true", help="try block sizes instead")
+    add_options(parser)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("needs a CUDA device")
+        print("bench/moe_layer.py needs a CUDA device")
+        return 0
     torch.manual_seed(0)
-    check()
+    steps = Steps(None if options.ours_alone else options.device, options.budget)
+    for T in (5000, 77):
+        steps.check(f"errors of {T} tokens", lambda T=T: check(T))  # type: ignore[misc]
     limits = ceilings()
     if options.variants:
-        try_variants(limits)
-    elif options.pieces:
+        steps("variants", lambda: try_variants(steps))
+        return steps.status()
+    if options.pieces:
         for T in (STEP, MICRO):
-            pieces(limits, T)
-    else:
-        rows = []
-        for T in (STEP, MICRO):
-            inputs = draw(T)
-            ours, eager = (milliseconds(both_ways(inputs, i), 25, 100) for i in ("triton", "eager"))
-            shape = f"T={T} d={d} E={E} k={K} l={L} bf16, {BINS} bins, forward and all gradients"
-            rows.append(row(f"moe_entry_fwdbwd_r1_{T}", ours, "ms", "lower", peers={"torch": eager},
-                            floor=entry_floor(limits, T), shape=shape))  # fmt: skip
-            ours, others, floor = time_layer(limits, T)
-            shape = f"T={T}, a LatentMoE layer of r1 with router, record and shared experts, all gradients"
-            rows.append(row(f"moe_layer_fwdbwd_r1_{T}", ours, "ms", "lower", peers=others, floor=floor,
-                            shape=shape))  # fmt: skip
-        for made in rows:
-            print(made["work"], made["ours"], made["peers"], made["floor"])
-        if options.device:
-            merge(rows, options.device)
+            steps(f"pieces of {T} tokens", lambda T=T: pieces(limits, T))  # type: ignore[misc]
+        return steps.status()
+    for T in (STEP, MICRO):
+        steps(f"entry of {T} tokens", lambda T=T: entry_row(limits, steps, T))  # type: ignore[misc]
+        steps(f"layer of {T} tokens", lambda T=T: layer_row(limits, steps, T))  # type: ignore[misc]
+    return steps.status()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

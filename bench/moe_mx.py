@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from gpu_timing import Ceilings, ceilings, milliseconds, milliseconds_in_graph
-from rows import merge, row
+from rows import row
+from steps import Steps, add_options
 
 from openk3.ops.activation import Activation
 from openk3.ops.moe import DispatchPlan, MxExperts, expert_ffn, mx_expert_ffn, plan
@@ -114,10 +115,9 @@ def peer_weights() -> tuple[Tensor, Tensor]:
     return w13, w2
 
 
-def decode(experts: MxExperts, limits: Ceilings) -> list[dict[str, object]]:
+def decode(experts: MxExperts, limits: Ceilings, steps: Steps, alone: bool) -> None:
     from openk3.ops.moe.kernels.mx_operator import forward_rows
 
-    measured = []
     with torch.no_grad():
         batches = {tokens: [draw(tokens) for _ in range(8)] for tokens in DECODE}
         for tokens in DECODE:
@@ -128,33 +128,32 @@ def decode(experts: MxExperts, limits: Ceilings) -> list[dict[str, object]]:
         def call(x: Tensor, p: Tensor, routes: DispatchPlan) -> Callable[[], object]:
             return lambda: mx_expert_ffn(x, p, routes, experts, ACTIVATION, implementation="triton")
 
-        ours = {
-            tokens: milliseconds_in_graph([call(*batch) for batch in batches[tokens]]) for tokens in DECODE
-        }
-        peers: dict[int, float | None] = dict.fromkeys(DECODE)
-        weights = attempt("bf16 weights", peer_weights)
-        if weights is not None:
-            situ = torch.compile(
-                lambda x: ACTIVATION(x[:, :F], x[:, F:], implementation="eager"), dynamic=True
-            )
-            for tokens in DECODE:
-                calls = [
-                    lambda rows=x[r.tokens], offsets=r.offsets: peer_rows(*weights, rows, offsets, situ)
-                    for x, _, r in batches[tokens]
-                ]
-                peers[tokens] = attempt("grouped_mm", lambda calls=calls: milliseconds_in_graph(calls))  # type: ignore[misc]
-            del weights
-        for tokens in DECODE:
+        ours = {}
+
+        def keep(tokens: int, peer: float | None) -> None:
             active = sum(int((r.load > 0).sum()) for _, _, r in batches[tokens]) / 8
             floor = limits.floor(active * BYTES + 4 * tokens * WIDTH, 6 * tokens * k * WIDTH * F)
             shape = (
                 f"T={tokens} k={k} E={E} l={WIDTH} F={F}, {active:.0f} experts active, MXFP4 weights, bf16"
             )
-            measured += report(f"moe_decode_mxfp4_{tokens}", ours[tokens], peers[tokens], floor, shape)
-    return measured
+            report(steps, f"moe_decode_mxfp4_{tokens}", ours[tokens], peer, floor, shape)
+
+        for tokens in DECODE:
+            ours[tokens] = milliseconds_in_graph([call(*batch) for batch in batches[tokens]])
+            keep(tokens, None)
+        if alone:
+            return
+        weights = peer_weights()
+        situ = torch.compile(lambda x: ACTIVATION(x[:, :F], x[:, F:], implementation="eager"), dynamic=True)
+        for tokens in DECODE:
+            calls = [
+                lambda rows=x[r.tokens], offsets=r.offsets: peer_rows(*weights, rows, offsets, situ)
+                for x, _, r in batches[tokens]
+            ]
+            keep(tokens, attempt("grouped_mm", lambda calls=calls: milliseconds_in_graph(calls)))  # type: ignore[misc]
 
 
-def prefill(experts: MxExperts, limits: Ceilings) -> list[dict[str, object]]:
+def prefill(experts: MxExperts, limits: Ceilings, steps: Steps, alone: bool) -> None:
     from openk3.ops.moe.kernels.mx_operator import forward_rows
 
     _, _, routes = draw(T)
@@ -166,21 +165,25 @@ def prefill(experts: MxExperts, limits: Ceilings) -> list[dict[str, object]]:
     with torch.no_grad():
         check_rows(ours(), rows, routes, experts, "moe_fwd_mxfp4_8192x16of896")
         mine = milliseconds(ours, 100, 400)
-        peer = None
-        weights = attempt("bf16 weights", peer_weights)
-        if weights is not None:
-            situ = torch.compile(lambda x: ACTIVATION(x[:, :F], x[:, F:], implementation="eager"))
-            peer = attempt(
-                "grouped_mm",
-                lambda: milliseconds(lambda: peer_rows(*weights, rows, routes.offsets, situ), 100, 400),
-            )
-    first = limits.floor(2 * E * BYTES // 3 + 2 * T * k * (WIDTH + F), 4 * T * k * F * WIDTH)
-    second = limits.floor(E * BYTES // 3 + 2 * T * k * (WIDTH + F), 2 * T * k * F * WIDTH)
-    shape = f"T={T} k={k} E={E} l={WIDTH} F={F}, MXFP4 weights, bf16, SiTU, from grouped rows to grouped rows"
-    return report("moe_fwd_mxfp4_8192x16of896", mine, peer, first + second, shape)
+        first = limits.floor(2 * E * BYTES // 3 + 2 * T * k * (WIDTH + F), 4 * T * k * F * WIDTH)
+        second = limits.floor(E * BYTES // 3 + 2 * T * k * (WIDTH + F), 2 * T * k * F * WIDTH)
+        shape = (
+            f"T={T} k={k} E={E} l={WIDTH} F={F}, MXFP4 weights, bf16, SiTU, from grouped rows to grouped rows"
+        )
+        work = "moe_fwd_mxfp4_8192x16of896"
+        report(steps, work, mine, None, first + second, shape)
+        if alone:
+            return
+        weights = peer_weights()
+        situ = torch.compile(lambda x: ACTIVATION(x[:, :F], x[:, F:], implementation="eager"))
+        peer = attempt(
+            "grouped_mm",
+            lambda: milliseconds(lambda: peer_rows(*weights, rows, routes.offsets, situ), 100, 400),
+        )
+        report(steps, work, mine, peer, first + second, shape)
 
 
-def r1_decode(limits: Ceilings) -> list[dict[str, object]]:
+def r1_decode(limits: Ceilings) -> None:
     """A layer of r1 in bf16 for 1, 64 and 256 tokens by either kernel, in a graph; prints, makes no rows."""
     from openk3.ops.moe.kernels import operator
 
@@ -207,10 +210,9 @@ def r1_decode(limits: Ceilings) -> list[dict[str, object]]:
         operator.FEW = 0
         floor = limits.floor(6 * int((routes.load > 0).sum()) * width * features, 0)
         print(f"r1 layer, {tokens} tokens: {times[0]:.4f} ms, for few rows {times[1]:.4f}, floor {floor:.4f}")
-    return []
 
 
-def formats(limits: Ceilings) -> list[dict[str, object]]:
+def formats(limits: Ceilings) -> None:
     """Encode, decode and rounding of the rows of a prefill; prints, and makes no rows."""
     x = torch.randn(T * 16, WIDTH, device="cuda").bfloat16()
     packed, scale = encode_mxfp4(x, implementation="triton")
@@ -223,13 +225,11 @@ def formats(limits: Ceilings) -> list[dict[str, object]]:
     ):
         time = milliseconds(call)
         print(f"{name} of {T * 16} x {WIDTH}: {time:.3f} ms, floor {limits.floor(moved * n, 0):.3f} ms")
-    return []
 
 
-def report(work: str, ours: float, peer: float | None, floor: float, shape: str) -> list[dict[str, object]]:
+def report(steps: Steps, work: str, ours: float, peer: float | None, floor: float, shape: str) -> None:
     known = {} if peer is None else {"torch grouped_mm, bf16 weights": peer}
-    print(f"{work}: ours {ours:.4g} ms, floor {floor:.4g} ms, peer {peer}", flush=True)
-    return [row(work, ours, "ms", "lower", peers=known, floor=floor, shape=shape)]
+    steps.keep(row(work, ours, "ms", "lower", peers=known, floor=floor, shape=shape))
 
 
 def attempt(name: str, call: Callable[[], Any]) -> Any:
@@ -254,7 +254,7 @@ def time_pair(
             )
 
 
-def try_few(tokens: int, experts: MxExperts) -> None:
+def try_few(tokens: int, experts: MxExperts, steps: Steps) -> None:
     from openk3.ops.moe.kernels import few
 
     x, _, routes = draw(tokens)
@@ -278,10 +278,13 @@ def try_few(tokens: int, experts: MxExperts) -> None:
         (16, 2, 1), (16, 3, 1), (16, 4, 1), (16, 5, 1), (16, 2, 2), (16, 3, 2), (16, 4, 2), (16, 2, 4),
         (32, 3, 1), (32, 4, 1), (32, 3, 2),
     ):  # fmt: skip
+        if steps.passed():
+            print(f"decode {tokens}: out of time", flush=True)
+            return
         attempt_size(few.Few(rows, 64, 128, 4, stages, turn))
 
 
-def try_many(experts: MxExperts) -> None:
+def try_many(experts: MxExperts, steps: Steps) -> None:
     from openk3.ops.moe.kernels import few, mx_many
     from openk3.ops.moe.kernels.products import Tiles
 
@@ -305,6 +308,9 @@ def try_many(experts: MxExperts) -> None:
         (128, 0, 128, 8, 3), (64, 0, 128, 8, 4), (256, 0, 64, 8, 3), (128, 32, 64, 4, 2),
         (64, 0, 64, 4, 3), (64, 32, 128, 8, 4),
     ):  # fmt: skip
+        if steps.passed():
+            print("prefill: out of time", flush=True)
+            return
         attempt_size(Tiles(rows, tail, features, 128, warps, stages))
 
 
@@ -314,32 +320,26 @@ def main() -> int:
     )
     parser.add_argument("device", nargs="?", default="h200", help="names the file of results")
     parser.add_argument("--variants", action="store_true", help="try block sizes instead")
+    add_options(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench/moe_mx.py needs a CUDA device")
         return 0
-    check_small()
+    alone = arguments.ours_alone
+    steps = Steps(None if alone else arguments.device, arguments.budget)
+    steps.check("small shapes", check_small)
     limits, experts = ceilings(), any_experts()
     if arguments.variants:
         with torch.no_grad():
             for tokens in DECODE:
-                try_few(tokens, experts)
-            try_many(experts)
-        return 0
-    rows = []
-    for measure in (
-        lambda: decode(experts, limits),
-        lambda: prefill(experts, limits),
-        lambda: formats(limits),
-        lambda: r1_decode(limits),
-    ):
-        try:
-            rows += measure()
-        except Exception:  # noqa: BLE001
-            print(f"a measurement failed:\n{traceback.format_exc()}")
-        torch.cuda.empty_cache()
-    print("merged into", merge(rows, arguments.device))
-    return 0
+                steps(f"variants of {tokens}", lambda tokens=tokens: try_few(tokens, experts, steps))  # type: ignore[misc]
+            steps("variants of prefill", lambda: try_many(experts, steps))
+        return steps.status()
+    steps("formats", lambda: formats(limits))
+    steps("a layer of r1", lambda: r1_decode(limits))
+    steps("prefill", lambda: prefill(experts, limits, steps, alone))
+    steps("decode", lambda: decode(experts, limits, steps, alone))
+    return steps.status()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from unittest.mock import patch
 
 import torch
 from gpu_timing import Ceilings, ceilings, milliseconds, peak_gib
-from rows import merge, row
+from rows import row
+from steps import Steps, add_options
 
 from openk3.config import ModelConfig, preset
 from openk3.model import K3
@@ -134,48 +135,52 @@ def enqueueing(call: Callable[[], None]) -> float:
     return took
 
 
-def measure_step(limits: Ceilings, rows: list[dict[str, object]]) -> None:
+def measure_step(limits: Ceilings, steps: Steps, peer: bool) -> None:
     model = preset("r1")
     named = r1(model)
-    muon_elements, ours, norm = fused_step(named, limits, rows)
-    torch.cuda.empty_cache()
-    peers = {}
-    for name, measure in {"per tensor": per_tensor, "torch AdamW(fused), all in fp32": torch_adamw}.items():
-        with reported(name):
-            peers[name] = measure(named)
-        torch.cuda.empty_cache()
+    optimizer = Optimizer(named.items(), OptimConfig(), model, implementation="triton")
+    steps.check("movement against float64", lambda: check_step(named, optimizer))
+    muon_elements = sum(named[n].numel() for n, e in optimizer.state_dict().items() if "momentum" in e)
     everything = sum(p.numel() for p in named.values())
+    ours = milliseconds(lambda: update(optimizer, named), 100, 500)
     moved = 4 * everything + 26 * muon_elements + 30 * (everything - muon_elements)
     products = ns_flops(2 * EXPERTS[0], EXPERTS[1]) + ns_flops(EXPERTS[0], EXPERTS[2])
     floor = limits.floor(moved, 0) + limits.floor(0, products)
     shape = f"{everything} bf16 parameters with fp32 masters, {muon_elements} by Muon; norm and clip included"
-    rows.append(row("optimizer_step_r1", ours, "ms", "lower", peers=peers, floor=floor, shape=shape))
-    print(f"optimizer_step_r1: ours {ours:.2f} ms, {peers}, floor {floor:.2f}; norm {norm:.3f}", flush=True)
+    peers: dict[str, float] = {}
+
+    def keep() -> None:
+        steps.keep(row("optimizer_step_r1", ours, "ms", "lower", peers=peers, floor=floor, shape=shape))
+
+    keep()
+    steps("the norm", lambda: measure_norm(named, limits, steps))
+    steps("what the step is made of", lambda: take_apart(optimizer, named))
+    for name, measure in {"per tensor": per_tensor, "torch AdamW(fused), all in fp32": torch_adamw}.items():
+        if not peer or steps.passed():
+            break
+        with reported(name):
+            peers[name] = measure(named)
+            keep()
+        torch.cuda.empty_cache()
 
 
-def fused_step(named: Named, limits: Ceilings, rows: list[dict[str, object]]) -> tuple[int, float, float]:
-    """Elements that are Muon's, and times of the whole step and of the norm."""
-    optimizer = Optimizer(named.items(), OptimConfig(), preset("r1"), implementation="triton")
-    check_step(named, optimizer)
-    muon_elements = sum(named[n].numel() for n, e in optimizer.state_dict().items() if "momentum" in e)
+def measure_norm(named: Named, limits: Ceilings, steps: Steps) -> None:
     everything = sum(p.numel() for p in named.values())
+    norm = milliseconds(lambda: global_norm(named.items()))
+    peers = {"one by one": milliseconds(lambda: grad_norm(named.items()), 25, 100)}
+    floor, shape = limits.floor(4 * everything, 0), f"{everything} fp32 gradients, {len(named)} tensors"
+    steps.keep(row("global_norm_r1", norm, "ms", "lower", peers=peers, floor=floor, shape=shape))
 
+
+def take_apart(optimizer: Optimizer, named: Named) -> None:
     def ours() -> None:
         update(optimizer, named)
 
-    whole = milliseconds(ours, 100, 500)
-    print(
-        f"{everything / 1e9:.3f}e9 parameters; host {enqueueing(ours):.1f} ms; peak {peak_gib(ours):.2f} GiB"
-    )
+    print(f"host {enqueueing(ours):.1f} ms; peak {peak_gib(ours):.2f} GiB")
     with reported("the profile"):
         by_kernel(ours)
     with reported("a CUDA graph"):
         print(f"the step from a graph: {graphed(optimizer, named):.2f} ms", flush=True)
-    norm = milliseconds(lambda: global_norm(named.items()))
-    peers = {"one by one": milliseconds(lambda: grad_norm(named.items()), 25, 100)}
-    floor, shape = limits.floor(4 * everything, 0), f"{everything} fp32 gradients, {len(named)} tensors"
-    rows.append(row("global_norm_r1", norm, "ms", "lower", peers=peers, floor=floor, shape=shape))
-    return muon_elements, whole, norm
 
 
 def per_tensor(named: Named) -> float:
@@ -200,7 +205,7 @@ def graphed(optimizer: Optimizer, named: Named) -> float:
     return milliseconds(graph.replay, 50, 300)
 
 
-def measure_products(limits: Ceilings, rows: list[dict[str, object]]) -> None:
+def measure_products(limits: Ceilings, steps: Steps) -> None:
     """All experts' Newton-Schulz, from normalised bf16 directions to factors."""
     count, tall, wide = EXPERTS
     groups = [matrices(2 * count, tall), matrices(count, wide)]
@@ -216,14 +221,18 @@ def measure_products(limits: Ceilings, rows: list[dict[str, object]]) -> None:
                 plain._iterate(part.mT if part.shape[1] > part.shape[2] else part, TRIPLES)
 
     mine, peer = milliseconds(ours, 50, 300), milliseconds(batched, 50, 200)
-    floor = limits.floor(0, flops)
-    print(f"newton_schulz_r1: ours {mine:.2f} ms, baddbmm {peer:.2f}, floor {floor:.2f}", flush=True)
-    rows.append(
-        row(
-            "newton_schulz_r1", mine, "ms", "lower", peers={"torch.baddbmm": peer}, floor=floor,
-            shape=f"{2 * count} x 416x256 and {count} x 256x416 bf16, 5 iterations, {flops / 1e12:.2f} TFLOP",
-        )
-    )  # fmt: skip
+    shape = f"{2 * count} x 416x256 and {count} x 256x416 bf16, 5 iterations, {flops / 1e12:.2f} TFLOP"
+    steps.keep(row("newton_schulz_r1", mine, "ms", "lower", peers={"torch.baddbmm": peer},
+                   floor=limits.floor(0, flops), shape=shape))  # fmt: skip
+
+
+def measure_muon(limits: Ceilings, steps: Steps) -> None:
+    """One parameter of experts, beside torch's on as many."""
+    stacked = torch.nn.Parameter(torch.randn(256, 416, 256, device="cuda"))
+    stacked.grad = torch.randn_like(stacked)
+    named = [("layers.3.block_sparse_moe.experts.w1", stacked)]
+    optimizer = Optimizer(named, OptimConfig(), preset("r1"), implementation="triton")
+    mine = milliseconds(lambda: optimizer.step(1e-3), 50, 300)
     peers = {}
     with reported("torch.optim.Muon"):
         one_by_one = [torch.nn.Parameter(torch.randn(416, 256, device="cuda")) for _ in range(256)]
@@ -231,28 +240,12 @@ def measure_products(limits: Ceilings, rows: list[dict[str, object]]) -> None:
             p.grad = torch.randn_like(p)
         peer_step = torch.optim.Muon(one_by_one, lr=1e-3, adjust_lr_fn="match_rms_adamw").step
         peers["torch Muon"] = milliseconds(peer_step, 50, 300)
-    stacked = torch.nn.Parameter(torch.randn(256, 416, 256, device="cuda"))
-    stacked.grad = torch.randn_like(stacked)
-    optimizer = Optimizer(
-        [("layers.3.block_sparse_moe.experts.w1", stacked)],
-        OptimConfig(),
-        preset("r1"),
-        implementation="triton",
-    )
-    mine = milliseconds(lambda: optimizer.step(1e-3), 50, 300)
-    floor = limits.floor(256 * 416 * 256 * 24, 0) + limits.floor(0, ns_flops(256, tall))
-    print(f"muon_256x416x256: ours {mine:.3f} ms, {peers}, floor {floor:.3f}", flush=True)
+    floor = limits.floor(256 * 416 * 256 * 24, 0) + limits.floor(0, ns_flops(256, EXPERTS[1]))
     shape = "256 fp32 matrices 416x256, one parameter (torch: 256)"
-    rows.append(row("muon_256x416x256", mine, "ms", "lower", peers=peers, floor=floor, shape=shape))
+    steps.keep(row("muon_256x416x256", mine, "ms", "lower", peers=peers, floor=floor, shape=shape))
 
 
-def try_variants() -> None:
-    try_products()
-    torch.cuda.empty_cache()
-    try_passes()
-
-
-def try_products() -> None:
+def try_products(steps: Steps) -> None:
     count, tall, wide = EXPERTS
     groups = [matrices(2 * count, tall), matrices(count, wide)]
 
@@ -266,17 +259,17 @@ def try_products() -> None:
                 patch.object(newton_schulz, "CHUNK_ELEMENTS", 2**log),
                 patch.object(kernels, "symmetric_product", symmetric),
             ):
-                show(f"chunks of 2^{log} elements{name}", products)
+                show(steps, f"chunks of 2^{log} elements{name}", products)
     for edge, depth, warps, stages in (
         (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 4), (128, 32, 8, 4), (128, 32, 4, 4), (128, 128, 8, 2),
         (64, 64, 4, 3), (64, 64, 4, 4),
     ):  # fmt: skip
         tile = {"EDGE": edge, "DEPTH": depth, "num_warps": warps, "num_stages": stages}
         with patch.object(kernels, "SYMMETRIC", tile):
-            show(f"{tile}", products)
+            show(steps, f"{tile}", products)
 
 
-def try_passes() -> None:
+def try_passes(steps: Steps) -> None:
     """The step without its products."""
     model = preset("r1")
     optimizer = Optimizer(r1(model).items(), OptimConfig(), model, implementation="triton")
@@ -287,14 +280,17 @@ def try_passes() -> None:
     with patch.object(muon, "iterate_", lambda *_: None):
         for tile, warps in ((8192, 32), (4096, 16), (8192, 16), (16384, 32), (4096, 8)):
             with patch.object(kernels, "DIRECTION", {"TILE": tile, "num_warps": warps}):
-                show(f"all but products, direction in {tile}, {warps} warps", passes)
+                show(steps, f"all but products, direction in {tile}, {warps} warps", passes)
         for tile, warps, parts in ((2048, 4, 4), (4096, 8, 8), (4096, 4, 4), (8192, 16, 2)):
             new = {"UPDATE": {"TILE": tile, "num_warps": warps}, "UPDATE_PARTS": parts}
             with patch.multiple(kernels, **new):
-                show(f"all but products, {new}", passes)
+                show(steps, f"all but products, {new}", passes)
 
 
-def show(what: str, call: Callable[[], None]) -> None:
+def show(steps: Steps, what: str, call: Callable[[], None]) -> None:
+    if steps.passed():
+        print(f"{what}: out of time", flush=True)
+        return
     with reported(what):
         print(f"{what}: {milliseconds(call, 20, 100):.2f} ms, host {enqueueing(call):.1f}", flush=True)
 
@@ -326,23 +322,22 @@ def main() -> int:
     )
     parser.add_argument("device", nargs="?", default="h200", help="names the file of results")
     parser.add_argument("--variants", action="store_true", help="try tiles and chunks instead")
+    add_options(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench/optimizer.py needs a CUDA device")
         return 0
-    check()
+    steps = Steps(None if arguments.ours_alone else arguments.device, arguments.budget)
+    steps.check("Newton-Schulz against float64", check)
     if arguments.variants:
-        try_variants()
-        return 0
+        steps("tiles and chunks of products", lambda: try_products(steps))
+        steps("tiles of the passes", lambda: try_passes(steps))
+        return steps.status()
     limits = ceilings()
-    rows: list[dict[str, object]] = []
-    with reported("the step"):
-        measure_step(limits, rows)
-    torch.cuda.empty_cache()
-    with reported("the products"):
-        measure_products(limits, rows)
-    print("merged into", merge(rows, arguments.device))
-    return 0 if len(rows) == 4 else 1
+    steps("the products", lambda: measure_products(limits, steps))
+    steps("Muon of one parameter", lambda: measure_muon(limits, steps))
+    steps("the step", lambda: measure_step(limits, steps, peer=not arguments.ours_alone))
+    return steps.status()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -138,8 +139,12 @@ def step(state: TrainState, config: TrainConfig, unread: Unread | None) -> Unrea
 
 
 def bare(arguments: argparse.Namespace) -> list[dict[str, object]]:
-    found = {}
+    found: dict[int, float] = {}
+    end = time.perf_counter() + (arguments.budget or math.inf)
     for micro in arguments.micro:
+        if time.perf_counter() > end:
+            print(f"micro-batches of {micro}: not started, out of time")
+            continue
         config = settings(arguments, micro)
         try:
             state = resident(config, opened(config, arguments))
@@ -163,13 +168,17 @@ def bare(arguments: argparse.Namespace) -> list[dict[str, object]]:
                 f"a step, {before / 2**30:.1f} GiB before, {peak / 2**30:.1f} GiB at the peak",
                 flush=True,
             )
+            merge(best_bare(arguments, found), arguments.device)
         except Exception:  # noqa: BLE001  (the next size is worth its time)
             print(f"micro-batches of {micro} failed:")
             traceback.print_exc()
         state = unread = None  # type: ignore[assignment]
         torch.cuda.empty_cache()
-    if not found:
-        return []
+    return best_bare(arguments, found) if found else []
+
+
+def best_bare(arguments: argparse.Namespace, found: dict[int, float]) -> list[dict[str, object]]:
+    """The row of the fastest size of micro-batches so far."""
     best = max(found, key=found.__getitem__)
     tokens = "random tokens" if arguments.random else "Python sources"
     shape = f"r1, bf16, context 4096, {STEP_TOKENS // best} x {best} resident tokens a step, {tokens}"
@@ -339,7 +348,11 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=Path, default=Path("cache/vocab/tiktoken.model"))
     parser.add_argument("--cache", type=Path, default=Path("/tmp/openk3"), help="folder of corpora and runs")
     parser.add_argument("--repeat", type=int, default=20, help="steps that `bare` measures")
-    parser.add_argument("--budget", type=float, help="seconds after which `run` saves and stops")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        help="seconds after which `run` saves and stops, and `bare` starts no further size",
+    )
     parser.add_argument("--steps", type=int, default=50, help="that `compare` takes at most")
     parser.add_argument("--tokens", type=int, default=16_384, help="of a step of `compare`")
     parser.add_argument("--limit", type=float, default=120, help="seconds of a curve of `compare`")
