@@ -216,8 +216,8 @@ def main() -> int:
     operator.HOPPER = set()
     steps.check("plain kernels", lambda: check("plain"))
     operator.HOPPER = hopper
-    if not steps("hopper kernels", lambda: check("hopper")):
-        operator.HOPPER = set()  # rows are of the plain kernels then
+    if not steps.check("hopper kernels (plain ones are measured)", lambda: check("hopper")):
+        operator.HOPPER = set()
     if arguments.variants:
         steps("variants", lambda: try_variants(steps))
         return steps.status()
