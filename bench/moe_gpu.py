@@ -379,8 +379,11 @@ def main() -> int:
     if arguments.variants:
         steps("variants", lambda: try_variants(limits, steps))
     if not (arguments.pieces or arguments.variants):
-        steps("r1", lambda: r1(limits, steps, arguments.ours_alone))
-        steps("K3", lambda: k3(limits, steps, arguments.ours_alone))
+        steps("r1", lambda: r1(limits, steps, True))
+        steps("K3", lambda: k3(limits, steps, True))
+        if not arguments.ours_alone:  # last: the peers compile
+            steps("r1 beside its peers", lambda: r1(limits, steps, False))
+            steps("K3 beside its peer", lambda: k3(limits, steps, False))
     return steps.status()
 
 

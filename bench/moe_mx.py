@@ -335,10 +335,13 @@ def main() -> int:
                 steps(f"variants of {tokens}", lambda tokens=tokens: try_few(tokens, experts, steps))  # type: ignore[misc]
             steps("variants of prefill", lambda: try_many(experts, steps))
         return steps.status()
-    steps("formats", lambda: formats(limits))
+    steps("decode", lambda: decode(experts, limits, steps, True))
+    steps("prefill", lambda: prefill(experts, limits, steps, True))
     steps("a layer of r1", lambda: r1_decode(limits))
-    steps("prefill", lambda: prefill(experts, limits, steps, alone))
-    steps("decode", lambda: decode(experts, limits, steps, alone))
+    steps("formats", lambda: formats(limits))
+    if not alone:  # last: the peer compiles, and its weights are 59 GB
+        steps("decode beside its peer", lambda: decode(experts, limits, steps, False))
+        steps("prefill beside its peer", lambda: prefill(experts, limits, steps, False))
     return steps.status()
 
 
