@@ -79,7 +79,7 @@ WITHIN: dict[str, tuple[tuple[re.Pattern[str], str], ...]] = {
     ),
     UPDATE: ((re.compile(r"orthogonalize|iterate_"), NEWTON_SCHULZ),),
 }
-"""Of a function with several parts: which, by the name of a kernel or of what is around it in the function."""
+"""Of a function with several parts: which one, by names of kernels or of what is around them in it."""
 
 ACCUMULATION = "AccumulateGrad"
 
