@@ -19,7 +19,6 @@ def test_every_kernel_of_a_step_has_a_part(recompute):
     fields = {"train.device": "cuda", "train.precision": "bf16", "train.recompute": recompute}
     found = profile(load_recipe("nano", fields), "nano", steps=2)
     seconds = {(item.part, item.phase): item.seconds for item in found.items}
-    print({key: f"{1e6 * time:.1f} us" for key, time in seconds.items()}, found.measured)
     measured = found.measured
     assert sum(seconds.values()) + measured.idle == pytest.approx(measured.whole, rel=1e-6)
     for part in set(parts.MODEL_PARTS) - {parts.RESIDUAL, parts.MTP}:
