@@ -19,7 +19,7 @@ from openk3.errors import OpenK3Error
 COMMANDS = {
     "quickstart": "Train the nano model on text that is already on this machine, then talk to it.",
     "train": "Train a model from a recipe; an interrupted run resumes by itself.",
-    "profile": "Say where the time of a training step goes, part by part, beside the least it could take.",
+    "profile": "Say where a training step's time goes, and how far each part is from its floor.",
     "ablate": "Say what a part is worth: a set of training runs, several seeds each, into a table.",
     "generate": "Continue a text with a trained model.",
     "chat": "Talk to a trained model on the terminal.",

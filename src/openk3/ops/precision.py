@@ -8,6 +8,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from openk3.ops.traces import named
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -29,7 +31,11 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def own_dtypes(operator: Callable[P, R]) -> Callable[P, R]:
-    """`operator` with `torch.autocast` off inside, which would round what it means to keep in fp32."""
+    """`operator` with `torch.autocast` off inside, which would round what it means to keep in fp32.
+
+    A profiler sees it by its name.
+    """
+    operator = named(operator)
 
     @functools.wraps(operator)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -9,6 +9,7 @@ import torch
 
 from openk3.errors import InvalidInput, TrainingDiverged
 from openk3.ops.precision import wide
+from openk3.ops.traces import named
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 
@@ -18,6 +19,7 @@ def grad_norm(named_parameters: NamedParameters) -> float:
     return math.hypot(*_norms(named_parameters).values())
 
 
+@named
 def global_norm(named_parameters: NamedParameters) -> torch.Tensor:
     """`grad_norm` where the gradients are: float64 `[]`, unread by the host on a GPU."""
     named = list(named_parameters)

@@ -17,6 +17,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from openk3.ops.traces import named
+
 CoefficientName = Literal["jordan", "quintic", "polar-express", "exact"]
 
 Triples = tuple[tuple[float, float, float], ...]
@@ -68,6 +70,7 @@ COEFFICIENTS: dict[CoefficientName, Coefficients] = {
 }
 
 
+@named
 def orthogonalize(
     blocks: Sequence[torch.Tensor],
     coefficients: CoefficientName = "jordan",

@@ -18,6 +18,7 @@ import torch
 from openk3.config import ModelConfig
 from openk3.errors import CheckpointError, InvalidInput, KernelUnavailable
 from openk3.ops.dispatch import choose
+from openk3.ops.traces import named
 from openk3.optim import fused
 from openk3.optim.adamw import AdamW
 from openk3.optim.config import OptimConfig
@@ -77,6 +78,7 @@ class Optimizer:
         muon, adamw = self._fused or self._eager  # type: ignore[misc]
         self._moments: dict[str, dict[str, torch.Tensor]] = {**muon.state, **adamw.state}
 
+    @named
     def step(self, lr: float | torch.Tensor, scale: torch.Tensor | None = None) -> None:
         """One update. A parameter without a gradient keeps its value and its state; a block of Muon, such as
         an expert, whose gradient is exactly zero keeps its value.
@@ -101,6 +103,7 @@ class Optimizer:
             for fused_rule in self._fused:
                 fused_rule.step(lr.double(), factors)
 
+    @named
     def qk_clip(
         self, max_logits: Mapping[int, torch.Tensor], scale: torch.Tensor | None = None
     ) -> dict[int, torch.Tensor]:

@@ -13,6 +13,7 @@ import torch
 from openk3.model import K3
 from openk3.model.moe import Router
 from openk3.ops.quantile_balance import average_bias, bias_from_histogram, sign_update
+from openk3.ops.traces import named
 
 Tensor = torch.Tensor
 
@@ -22,6 +23,7 @@ def routers(model: K3) -> dict[int, Router]:
     return {module.layer: module for module in model.modules() if isinstance(module, Router)}
 
 
+@named
 @torch.no_grad()
 def update_biases(
     model: K3,

@@ -101,7 +101,7 @@ def begin(
     model = K3(
         config.model,
         dtype=DTYPES[config.train.precision],
-        device=_device(config),
+        device=device_of(config),
         recompute=config.train.recompute,
     )
     for parameter in model.parameters():
@@ -150,7 +150,12 @@ def _seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _device(config: TrainConfig) -> torch.device:
+def device_of(config: TrainConfig) -> torch.device:
+    """Where a run of `config` computes on this machine.
+
+    Raises:
+        InvalidInput: there is no such device.
+    """
     wanted = config.train.device
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

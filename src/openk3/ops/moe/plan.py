@@ -13,6 +13,7 @@ import torch
 
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import Implementation, Kernel, choose
+from openk3.ops.traces import named
 
 KERNEL = Kernel("plan", takes="any ids", checked_on="H200 (sm_90)")
 
@@ -51,6 +52,7 @@ class BlockCounts(NamedTuple):
     ids: torch.Tensor
 
 
+@named
 def plan(
     ids: torch.Tensor,
     experts: int,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from openk3.ops.traces import named
 from openk3.optim.fused import kernels
 from openk3.optim.newton_schulz import Triples
 
@@ -16,6 +17,7 @@ CHUNK_ELEMENTS = 2**24
 """Elements of X at a time: what its products hand on stays near the L2 cache, and launches stay few."""
 
 
+@named
 def iterate_(x: torch.Tensor, triples: Triples) -> None:
     """Replace each matrix of `[m, R, C]`, of Frobenius norm at most 1, by its (nearly) orthogonal factor."""
     matrices = max(1, min(65_535, CHUNK_ELEMENTS // max(1, x[0].numel())))
