@@ -107,6 +107,16 @@ def test_a_state_that_does_not_fit_its_slots_is_refused():
         BatchStepper(model, 0, 4)
 
 
+def test_tokens_and_slots_that_do_not_fit_are_refused():
+    stepper, _ = loaded(built(BASE), [4, 3], [0, 1], 2)
+    tokens, slots = torch.tensor([1, 2]), torch.tensor([0, 1], dtype=torch.int32)
+    for wrong in [(tokens, slots[:1]), (tokens[:1], slots), (tokens.int(), slots), (tokens, slots.long())]:
+        with pytest.raises(InvalidInput, match="BatchStepper: tokens and slots"):
+            stepper(*wrong)
+    assert stepper.memory.lengths.tolist() == [4, 3, 0]
+    assert stepper(tokens[:0], slots[:0]).shape == (0, BASE.vocab_size)
+
+
 def test_a_model_that_it_cannot_stand_for_is_refused():
     model = built(BASE)
     assert BatchStepper.suits(model)

@@ -12,6 +12,7 @@ from openk3.ops import (
     attention,
     attnres,
     cross_entropy,
+    decoding,
     glu,
     kda,
     kda_gate,
@@ -89,6 +90,29 @@ def _mx_experts(draw: Draw) -> Any:
     return moe.mx_expert_ffn(draw(T, 32), routing.weights, routes, experts, moe.Activation())
 
 
+@torch.no_grad()
+def _paged(draw: Draw) -> Any:
+    cache = draw(3, 16, 80).detach()
+    attention.mla_append(draw(2, 80), cache, torch.tensor([3, 40]))
+    tables, lengths = torch.tensor([[0, 1], [2, 0]]).int(), torch.tensor([20, 9]).int()
+    return attention.mla_decode(
+        draw(2, 1, H, 64), draw(2, 1, H, 16), cache, tables, lengths, scale=0.1
+    ), cache
+
+
+@torch.no_grad()
+def _decoding(draw: Draw) -> Any:
+    joined = decoding.Joined.of(draw(20, 8), precise=draw(E, 8))
+    mix, bank, stream = decoding.StreamMix(draw(8), draw(8), 1e-6), draw(2, 3, 8), draw(3, 8).detach().clone()
+    *outputs, logits = decoding.mixed_products(bank, mix, draw(8), 1e-6, joined)
+    ids, weights = decoding.choose_experts(logits, torch.zeros(E), 2)
+    u = decoding.expert_sums(
+        stream, ids, weights, draw(E, 16, 8), draw(E, 16, 8), draw(E, 8, 16), moe.Activation()
+    )
+    decoding.products_into(stream, draw(8, 8), u, add=True)
+    return outputs, logits, ids, weights, stream
+
+
 def _balance(draw: Draw) -> Any:
     scores, bias = draw(T, E).detach().sigmoid(), torch.zeros(E)
     counts = quantile_balance.required_bias_histogram(scores, scores.amax(1), bias)
@@ -153,6 +177,8 @@ OPERATORS: dict[str, Callable[[Draw], Any]] = {
     "route_and_project": _entry,
     "expert_ffn_few": _few_experts,
     "mx_expert_ffn": _mx_experts,
+    "mla_decode": _paged,
+    "decoding": _decoding,
     "quantile_balance": _balance,
     "mx": _mx,
 }

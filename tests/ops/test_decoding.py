@@ -214,6 +214,54 @@ def test_what_does_not_fit_is_refused():
         products_into(out, torch.randn(8, 4), x, add=True, norm=(torch.ones(4), 1e-5), gate=x)
 
 
+@pytest.mark.parametrize("implementation", BOTH)
+def test_what_kernels_would_read_or_write_out_of_bounds_by_is_refused(implementation):
+    joined, gain = Joined.of(torch.randn(4, 8)), torch.ones(8)
+    bank, x, out = torch.randn(2, 3, 8), torch.randn(3, 8), torch.zeros(3, 8)
+    ids, share, experts = torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2), torch.randn(4, 8, 8)
+    places, tokens, slots = (torch.arange(3, dtype=t) for t in (torch.int64, torch.int64, torch.int32))
+    logits, bias, lengths, latents = (
+        torch.randn(3, 4),
+        torch.zeros(4),
+        torch.zeros(4).long(),
+        torch.zeros(3, 2, 8),
+    )
+    mix, act = StreamMix(gain, gain, 1e-5), Activation()
+    calls = [
+        ("gains", mixed_products, (bank, mix, gain[:4], 1e-5, joined)),
+        ("gains", mixed_products, (bank, StreamMix(gain[:4], gain, 1e-5), gain, 1e-5, joined)),
+        ("rows are", mixed_products, (bank.double(), mix, gain, 1e-5, joined)),
+        ("rows are", products, (x.double(), joined)),
+        ("bias is", choose_experts, (logits, bias[:3], 2)),
+        ("k is 0", choose_experts, (logits, bias, 0)),
+        ("k is 5", choose_experts, (logits, bias, 5)),
+        ("want x", expert_sums, (x, ids, share, experts[0], experts, experts, act)),
+        ("ids are", expert_sums, (x, ids.int(), share, experts, experts, experts, act)),
+        ("one dtype", expert_sums, (x, ids, share, experts, experts.double(), experts, act)),
+        ("latents are", append_latents, (x, gain[:6], 1e-5, latents[..., :7], places, places)),
+        ("gains", append_latents, (x, torch.ones(9), 1e-5, latents, places, places)),
+        ("places must", append_latents, (x, gain[:6], 1e-5, latents, places[:2], places)),
+        ("seen must", append_latents, (x, gain[:6], 1e-5, latents, places, places.int())),
+        ("want", start_step, (tokens, slots, x[:, :4], lengths, out)),
+        ("one dtype", start_step, (tokens, slots, x.double(), lengths, out)),
+        ("tokens must", start_step, (tokens[:2], slots, x, lengths, out)),
+        ("slots must", start_step, (tokens, slots.long(), x, lengths, out)),
+        ("lengths must", start_step, (tokens, slots, x, lengths.int(), out)),
+    ]
+    for message, operator, arguments in calls:
+        with pytest.raises(InvalidInput, match=message):
+            operator(*arguments, implementation=implementation)
+    for message, options in [
+        ("x or a unit", {"x": None}),
+        ("all must be", {"x": x.double()}),
+        ("as wide as", {"x": x, "gate": x[:, :4].contiguous()}),
+        ("gains", {"x": x, "norm": (gain[:4], 1e-5)}),
+    ]:
+        weight = torch.randn(8, 0 if options["x"] is None else 8)
+        with pytest.raises(InvalidInput, match=message):
+            products_into(out, weight, **options, add=False, implementation=implementation)
+
+
 @needs_triton
 @pytest.mark.parametrize("n", [2, 5])
 def test_operators_are_what_torch_is_told_of_them(n):

@@ -92,10 +92,9 @@ def test_wrong_inputs_are_named():
         gated_mla(**inputs | {"shared": inputs["shared"][1:]}, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     with pytest.raises(InvalidInput, match=r"gate must be \[Tq, H, V\] = \(5, 2, 16\), got \(5, 2, 15\)"):
         gated_mla(**inputs | {"gate": inputs["gate"][..., 1:]}, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-    with pytest.raises(InvalidInput, match="scale must be positive, got -1"):
-        gated_mla(**inputs, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, scale=-1.0)
-    with pytest.raises(InvalidInput, match="scale must be positive, got nan"):
-        gated_mla(**inputs, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, scale=math.nan)
+    for scale in (-1.0, math.nan, math.inf):
+        with pytest.raises(InvalidInput, match=f"scale must be positive and finite, got {scale}"):
+            gated_mla(**inputs, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, scale=scale)
     with pytest.raises(InvalidInput, match=r"cu_seqlens_k must go from 0 to the 7 tokens, got 0 to 5"):
         gated_mla(**inputs, cu_seqlens_q=cu_q, cu_seqlens_k=cu_q)
     with pytest.raises(InvalidInput, match="inputs must be floating point"):

@@ -152,7 +152,7 @@ def test_tokens_are_appended_where_slots_say(implementation, slot_dtype):
             expected[slot // 16, slot % 16] = latents[t]
     mla_append(latents, cache, slots, implementation=implementation)
     assert torch.equal(cache, expected)
-    for nothing in (slots[1:2], slots[:0]):
+    for nothing in (slots[1:2], slots[:0], torch.tensor([48, -5, 10**6], dtype=slot_dtype)):
         mla_append(latents[: len(nothing)], cache, nothing, implementation=implementation)
         assert torch.equal(cache, expected)
 
@@ -218,10 +218,11 @@ def test_inputs_that_do_not_fit_are_refused():
         ((latent, shared, cache, table, lengths), {"split": 100}, "multiple of 64"),
         ((latent, shared, cache, table, lengths), {"split": 0}, "multiple of 64"),
         ((latent, shared, cache, table, lengths), {"max_length": -1}, "max_length"),
+        ((latent, shared, cache, table, lengths), {"scale": math.nan}, "finite"),
     ]
     for inputs, options, problem in bad:
         with pytest.raises(InvalidInput, match=problem):
-            mla_decode(*inputs, scale=0.1, **options)
+            mla_decode(*inputs, **{"scale": 0.1, **options})
     with pytest.raises(InvalidInput, match="latents are"):
         mla_append(torch.zeros(2, 79), cache, torch.zeros(2, dtype=torch.int32))
     with pytest.raises(InvalidInput, match="slots"):
@@ -256,3 +257,19 @@ def test_the_eager_form_has_gradients_and_the_kernel_says_that_it_has_none():
     case.q_latent.requires_grad_()
     with pytest.raises(KernelUnavailable, match="no gradient"):
         mla_decode(*case.inputs, scale=0.1, implementation="triton")
+
+
+@pytest.mark.parametrize("implementation", ["eager", INTERPRETER])
+def test_a_slot_beyond_the_cache_writes_nothing_and_the_others_are_written(implementation):
+    cache, latents = torch.zeros(2, 16, 8), torch.arange(1.0, 4.0)[:, None].expand(3, 8)
+    mla_append(latents, cache, torch.tensor([32, 31, 33]), implementation=implementation)
+    assert torch.equal(cache[1, 15], latents[1]) and float(cache.sum()) == 16
+
+
+def test_latents_with_a_gradient_are_not_appended_without_it():
+    cache, latents = torch.zeros(2, 16, 8), torch.ones(1, 8, requires_grad=True)
+    with pytest.raises(KernelUnavailable, match="no gradient"):
+        mla_append(latents, cache, torch.tensor([3]), implementation="triton")
+    mla_append(latents, cache, torch.tensor([3]))
+    cache.sum().backward()
+    assert torch.equal(latents.grad, torch.ones(1, 8))

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from openk3.errors import InvalidInput, KernelUnavailable
+from openk3.ops.dispatch import triton_problem
 from openk3.ops.moe import Counted, route, route_and_project
 from openk3.ops.quantile_balance import required_bias_histogram
 
@@ -74,6 +75,38 @@ def test_what_does_not_fit_is_refused_by_name():
     for mask in (torch.ones(T - 1, dtype=torch.bool), torch.ones(T)):
         with pytest.raises(InvalidInput, match="token_mask"):
             route_and_project(x, router, down, bias, k, counted=Counted(mask))
+
+
+FORCED = pytest.param(
+    "triton",
+    marks=pytest.mark.skipif(
+        triton_problem("cpu") is not None or torch.cuda.is_available(), reason="for Triton's interpreter"
+    ),
+)
+
+
+@pytest.mark.parametrize("implementation", ["eager", FORCED])
+def test_what_kernels_would_read_or_write_out_of_bounds_by_is_refused_for_every_implementation(
+    implementation,
+):
+    x, router, down, bias = inputs()
+    ids, cutoff = torch.zeros(T, k, dtype=torch.int64), torch.zeros(T)
+    wrong = [
+        ("bias is", {"bias": bias[1:]}),
+        ("bias is", {"bias": bias[None]}),
+        ("one device", {"bias": bias.to("meta")}),
+        ("chosen ids", {"chosen": (ids[1:], cutoff)}),
+        ("chosen ids", {"chosen": (ids, cutoff[1:])}),
+        ("chosen ids", {"chosen": (ids.double(), cutoff)}),
+        ("not counted again", {"chosen": (ids, cutoff), "counted": Counted()}),
+        ("bins is 0", {"counted": Counted(None, 0)}),
+        ("bins is -1", {"counted": Counted(None, -1)}),
+        ("token_mask", {"counted": Counted(torch.ones(T, dtype=torch.bool, device="meta"))}),
+    ]
+    for message, changed in wrong:
+        arguments = {"bias": bias, "k": k, **changed}
+        with pytest.raises(InvalidInput, match=message):
+            route_and_project(x, router, down, **arguments, implementation=implementation)
 
 
 def test_kernels_that_do_not_take_the_input_are_refused_where_forced():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -141,6 +143,12 @@ def test_frozen_parameters_are_not_touched_and_have_no_state():
     train(named, optimizer, [0])
     assert optimizer.state_dict().keys() == named.keys() - frozen
     assert all(torch.equal(named[name], before[name]) for name in frozen)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_optimizer_is_not_copied_with_masters_that_are_no_longer_its_parameters(copied):
+    with pytest.raises(InvalidInput, match="state_dict"):
+        copied(optimizer_of(parameters(MODEL)))
 
 
 def test_zero_grad_frees_all_gradients():

@@ -17,6 +17,8 @@ from tiny_run import nervous_config, tiny_config, tiny_data, tiny_run, without_t
 import openk3
 from openk3.checkpoint.jsonl import read_jsonl
 from openk3.checkpoint.train_state import CheckpointStore
+from openk3.data.loader import Stream
+from openk3.data.windows import Sample
 from openk3.errors import CheckpointError, InvalidInput
 from openk3.train.config import TrainConfig
 from openk3.train.data import TrainingData
@@ -160,3 +162,28 @@ def test_other_data_is_refused(reference):
     other = tiny_data(tiny_config(train={"seed": 3}))
     with pytest.raises(InvalidInput, match="seed"):
         run(config, reference, data=TrainingData(other.stream))
+
+
+class Vanishing:
+    """A stream whose data is gone from the third step on."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.tokens_per_sample, self.epoch, self.identity = (
+            stream.tokens_per_sample,
+            stream.epoch,
+            stream.identity,
+        )
+        self._sample = stream.sample
+
+    def sample(self, index: int) -> Sample:
+        if index >= 8:
+            raise FileNotFoundError("train.tokens")
+        return self._sample(index)
+
+
+def test_the_step_before_one_that_cannot_be_read_has_its_row(tmp_path):
+    config = tiny_config(evaluation={"every": None})
+    data = tiny_data(config)
+    with pytest.raises(FileNotFoundError, match=r"train\.tokens"):
+        run(config, tmp_path, data=TrainingData(Vanishing(data.stream)))
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]

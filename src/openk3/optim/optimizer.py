@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Never, SupportsIndex
 
 import torch
 
@@ -146,6 +146,12 @@ class Optimizer:
             query.publish()
             kv_b.publish()
         return found
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Never:
+        """Copies would update masters and addresses that are not their parameters'."""
+        raise InvalidInput(
+            "optimizer: cannot be copied or pickled; make one for the other parameters, load its state_dict"
+        )
 
     def zero_grad(self) -> None:
         """Free all gradients."""

@@ -128,7 +128,12 @@ def _run(
 
         unread: Unread | None = None
         while state.step < steps:
-            launched = launch(state, config, reduction)
+            try:
+                launched = launch(state, config, reduction)
+            except Exception:
+                if unread is not None:
+                    finish(unread)  # it is done; and what was wrong with it may be why this one failed
+                raise
             if unread is not None:
                 finish(unread)
             try:

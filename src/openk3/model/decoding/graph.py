@@ -27,15 +27,17 @@ class Captured:
     ) -> None:
         self._tokens = torch.zeros(n, dtype=torch.int64, device=device)
         self._slots = torch.full((n,), -1, dtype=torch.int32, device=device)
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):  # compiles kernels and lets libraries allocate what they keep
-            for _ in range(2):
-                step(self._tokens, self._slots)
-        torch.cuda.current_stream(device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=None if before is None else before._graph.pool()):
-            self._logits = step(self._tokens, self._slots)
+        with torch.cuda.device(device):  # whose stream captures, whatever device is current
+            side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):  # compiles kernels and lets libraries allocate what they keep
+                for _ in range(2):
+                    step(self._tokens, self._slots)
+            torch.cuda.current_stream(device).wait_stream(side)
+            pool = None if before is None else before._graph.pool()
+            with torch.cuda.graph(self._graph, pool=pool, stream=side):
+                self._logits = step(self._tokens, self._slots)
 
     def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
         """The graph's own logits, which its next replay writes over."""

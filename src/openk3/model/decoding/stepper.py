@@ -101,10 +101,22 @@ class BatchStepper:
         Returns:
             Logits `[n, V]` in the model's dtype; those of rows of no sequence mean nothing. In a graph's own
             memory: the next step of n rows writes over them.
+
+        Raises:
+            InvalidInput: shapes, dtypes or devices are others.
         """
+        device = self.memory.lengths.device
+        for name, x, dtype in (("tokens", tokens, torch.int64), ("slots", slots, torch.int32)):
+            if x.dim() != 1 or len(x) != len(tokens) or x.dtype != dtype or x.device != device:
+                raise InvalidInput(
+                    f"BatchStepper: tokens and slots must be int64 and int32 [n] on {device}; "
+                    f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}"
+                )
         if self._graphs is None:
             return self._step(tokens, slots)
         n = len(tokens)
+        if not n:
+            return self._step(tokens, slots)
         if n not in self._graphs:
             before = next(iter(self._graphs.values()), None)
             self._graphs[n] = Captured(self._step, n, tokens.device, before)

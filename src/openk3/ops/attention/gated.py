@@ -7,6 +7,8 @@ read no offset on the host.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from openk3.errors import InvalidInput, KernelUnavailable
@@ -70,8 +72,8 @@ def gated_mla(
     _check_shapes(q, kv, shared, gate)
     check_floating("gated_mla", q=q, kv=kv, shared=shared, gate=gate)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if not scale > 0:
-        raise InvalidInput(f"gated_mla: scale must be positive, got {scale}")
+    if not 0 < scale < math.inf:
+        raise InvalidInput(f"gated_mla: scale must be positive and finite, got {scale}")
     problem = _kernel_problem(q, kv, shared, gate)
     if implementation == "triton" and problem:
         raise KernelUnavailable(f"gated_mla: {problem}; ask for implementation='eager'")

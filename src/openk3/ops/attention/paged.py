@@ -7,11 +7,14 @@ positions and no rotation. Knows neither projections, gates nor who owns a page.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from openk3.errors import InvalidInput, KernelUnavailable
 from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
+from openk3.ops.precision import own_dtypes
 
 __all__ = ["mla_append", "mla_decode"]
 
@@ -37,6 +40,7 @@ KERNELS = tuple(
 Tensor = torch.Tensor
 
 
+@own_dtypes
 def mla_decode(
     q_latent: Tensor,
     q_shared: Tensor,
@@ -96,6 +100,8 @@ def mla_decode(
             f"for {N} sequences; want [{N}, max_pages] and [{N}]"
         )
     capacity = block_table.shape[1] * page_size
+    if not math.isfinite(scale):
+        raise InvalidInput(f"{name}: scale is {scale}; want a finite number")
     if max_length is not None and max_length < 0:
         raise InvalidInput(f"{name}: max_length is {max_length}; want 0 or more")
     if split is not None and (split < TILE or split % TILE):
@@ -123,21 +129,22 @@ def mla_decode(
     return mixed, lse if return_lse else None
 
 
+@own_dtypes
 def mla_append(
     latents: Tensor, cache: Tensor, slots: Tensor, *, implementation: Implementation | None = None
 ) -> None:
-    """Write T tokens into the pages of `cache`, in place.
+    """Write T tokens into the pages of `cache`, in place; kernels give no gradient.
 
     Args:
         latents: `[T, D]`, in the cache's dtype; rows may lie apart.
         cache: `[pages, page_size, D]`, contiguous.
-        slots: int32 or int64 `[T]`, page * page_size + place in the page, no slot twice. A negative one
-            writes nothing. Slots beyond the cache are not checked.
+        slots: int32 or int64 `[T]`, page * page_size + place in the page, no slot twice. One that is
+            negative or beyond the cache writes nothing.
         implementation: force "eager" or "triton"; by default the fastest for the device.
 
     Raises:
         InvalidInput: shapes, dtypes, devices or strides do not fit.
-        KernelUnavailable: the forced implementation cannot run here.
+        KernelUnavailable: the forced implementation cannot run here, or a gradient is asked of kernels.
     """
     name = "mla_append"
     check_floating(name, latents=latents, cache=cache)
@@ -150,7 +157,10 @@ def mla_append(
             f"want [T, {cache.shape[2]}] {cache.dtype} and [T]"
         )
     checked = all(kernel.checked for kernel in KERNELS)
-    if choose(name, cache, implementation, by_default=checked) == "triton":
+    plain = not _differentiated(latents, cache)
+    if implementation == "triton" and not plain:
+        raise KernelUnavailable(f"{name}: the kernel has no gradient; ask for implementation='eager'")
+    if choose(name, cache, implementation, kernels=plain, by_default=checked) == "triton":
         from openk3.ops.attention.kernels.paged_operator import append as write
     else:
         from openk3.ops.attention.paged_eager import mla_append as write
@@ -167,9 +177,13 @@ def _kernel_problem(q_latent: Tensor, q_shared: Tensor, cache: Tensor) -> str | 
         return f"the kernel takes pages of 16, 32, 64 or 128 tokens, got {page_size}"
     if q_latent.dtype == torch.float64:
         return "the kernel computes in fp32, not float64"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q_latent, q_shared, cache)):
+    if _differentiated(q_latent, q_shared, cache):
         return "the kernel has no gradient"
     return None
+
+
+def _differentiated(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _check_queries(name: str, q_latent: Tensor, q_shared: Tensor, cache: Tensor) -> None:

@@ -46,8 +46,8 @@ def mla_append(latents: Tensor, cache: Tensor, slots: Tensor) -> None:
     if not len(slots):
         return
     rows = cache.view(-1, cache.shape[-1])
-    # A negative slot repeats what the largest one writes; if that is negative too, what is there.
-    last = slots.argmax()
-    source = torch.where(slots >= 0, torch.arange(len(slots), device=slots.device), last)
-    places = slots[source].long()
+    # One outside repeats what the largest inside writes; if there is none, what is there.
+    places = torch.where(slots < len(rows), slots, -1).long()
+    source = torch.where(places >= 0, torch.arange(len(slots), device=slots.device), places.argmax())
+    places = places[source]
     rows[places.clamp(min=0)] = torch.where((places >= 0)[:, None], latents[source], rows[0])

@@ -16,6 +16,8 @@ import torch
 from openk3.errors import InvalidInput
 from openk3.ops.activation import Activation
 from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
+from openk3.ops.inputs import check_floating
+from openk3.ops.precision import own_dtypes
 
 __all__ = [
     "Joined",
@@ -89,6 +91,7 @@ class StreamMix(NamedTuple):
     eps: float
 
 
+@own_dtypes
 def mixed_products(
     bank: Tensor,
     mix: StreamMix | None,
@@ -122,6 +125,8 @@ def mixed_products(
         )
     if mix is None and len(bank) != 1:
         raise InvalidInput(f"{name}: {len(bank)} sources are mixed by a query, got none")
+    _check_rows(name, bank, joined)
+    _check_vectors(name, bank.shape[2], gain, *(mix[:2] if mix is not None else ()))
     fits = bank.shape[2] <= WIDEST and not bank.shape[2] % 2 and len(bank) <= 32
     if choose(name, bank, implementation, kernels=fits, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels.products import mixed_products as run
@@ -130,12 +135,14 @@ def mixed_products(
     return run(bank, mix, gain, eps, joined)
 
 
+@own_dtypes
 def products(x: Tensor, joined: Joined, *, implementation: Implementation | None = None) -> list[Tensor]:
     """`mixed_products` of rows x `[n, d]`, contiguous, that are mixed and normed already."""
     if x.dim() != 2 or not x.is_contiguous() or joined.matrix.shape[1] != x.shape[1]:
         raise InvalidInput(
             f"products: x must be [n, {joined.matrix.shape[1]}], contiguous, got {tuple(x.shape)}"
         )
+    _check_rows("products", x, joined)
     if choose("products", x, implementation, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels.products import products as run
     else:
@@ -143,6 +150,7 @@ def products(x: Tensor, joined: Joined, *, implementation: Implementation | None
     return run(x, joined)
 
 
+@own_dtypes
 def products_into(
     out: Tensor,
     weight: Tensor,
@@ -171,8 +179,19 @@ def products_into(
         KernelUnavailable: the forced implementation cannot run here.
     """
     name = "products_into"
-    a, b = 0 if x is None else x.shape[1], 0 if unit is None else unit[0].shape[1]
+    a, b = 0 if x is None else x.shape[-1], 0 if unit is None else unit[0].shape[-1]
     given = [t for t in (out, x, gate, *(unit[:2] if unit else ())) if t is not None]
+    if any(t.dim() != 2 for t in (*given, weight)) or not a + b:
+        raise InvalidInput(f"{name}: want matrices, and x or a unit, got {[tuple(t.shape) for t in given]}")
+    check_floating(name, out=out, weight=weight, x=x, gate=gate, **_pair("unit", unit))
+    if any(t.dtype != out.dtype for t in (*given, weight)):
+        raise InvalidInput(f"{name}: all must be {out.dtype}, got {[t.dtype for t in (*given, weight)]}")
+    if (gate is not None and gate.shape[1] != a) or (unit is not None and unit[1].shape[1] != b):
+        raise InvalidInput(
+            f"{name}: gate must be as wide as x, up as gate of a unit, got {[tuple(t.shape) for t in given]}"
+        )
+    if norm is not None:
+        _check_vectors(name, a, norm[0])
     if weight.shape != (out.shape[1], a + b) or any(len(t) != len(out) for t in given):
         raise InvalidInput(
             f"{name}: weight is {tuple(weight.shape)} for {[tuple(t.shape) for t in given]}; "
@@ -187,6 +206,7 @@ def products_into(
     run(out, weight, x, add, norm, gate, unit)
 
 
+@own_dtypes
 def choose_experts(
     logits: Tensor,
     bias: Tensor,
@@ -197,6 +217,12 @@ def choose_experts(
     implementation: Implementation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The ids `[n, k]` int64 and weights `[n, k]` of `openk3.ops.moe.route`, whose arguments these are."""
+    if logits.dim() != 2 or bias.shape != logits.shape[1:] or not 1 <= k <= len(bias):
+        raise InvalidInput(
+            f"choose_experts: logits are {tuple(logits.shape)}, bias is {tuple(bias.shape)} and k is {k}; "
+            "want [n, E], [E] and 1 to E"
+        )
+    check_floating("choose_experts", logits=logits, bias=bias)
     fits = logits.dtype == bias.dtype == torch.float32 and logits.shape[1] <= 4096
     if choose("choose_experts", logits, implementation, kernels=fits, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels import experts
@@ -208,6 +234,7 @@ def choose_experts(
     return eager.choose_experts(logits, bias, k, scaling_factor, renormalize)
 
 
+@own_dtypes
 def expert_sums(
     x: Tensor,
     ids: Tensor,
@@ -237,12 +264,17 @@ def expert_sums(
         KernelUnavailable: the forced implementation cannot run here.
     """
     shapes = [tuple(t.shape) for t in (x, ids, weights, w1, w3, w2)]
-    E, F, L = w1.shape
-    n, k = ids.shape
+    (E, F, L), (n, k) = (tuple(t.shape) if t.dim() == d else (-1,) * d for t, d in ((w1, 3), (ids, 2)))
     if shapes != [(n, L), (n, k), (n, k), (E, F, L), (E, F, L), (E, L, F)]:
         raise InvalidInput(
             f"expert_sums: got {shapes}; "
             "want x [n, l], ids and weights [n, k], w1 and w3 [E, F, l], w2 [E, l, F]"
+        )
+    check_floating("expert_sums", x=x, weights=weights, w1=w1, w3=w3, w2=w2)
+    if not x.dtype == w1.dtype == w3.dtype == w2.dtype or ids.dtype != torch.int64 or ids.device != x.device:
+        raise InvalidInput(
+            f"expert_sums: x is {x.dtype}, experts are {w1.dtype}, {w3.dtype} and {w2.dtype}, ids are "
+            f"{ids.dtype} on {ids.device}; want one dtype, and int64 on {x.device}"
         )
     fits = max(F, L) <= 4096 and all(t.is_contiguous() for t in (x, ids, weights, w1, w3, w2))
     if choose("expert_sums", x, implementation, kernels=fits, by_default=CHECKED) == "triton":
@@ -252,6 +284,7 @@ def expert_sums(
     return run(x, ids, weights, w1, w3, w2, activation)
 
 
+@own_dtypes
 def append_latents(
     compressed: Tensor,
     gain: Tensor,
@@ -271,7 +304,25 @@ def append_latents(
             end of a slot is written at its end.
         places, seen: int64 `[n]`.
         implementation: as in `mixed_products`.
+
+    Raises:
+        InvalidInput: shapes, dtypes or devices do not fit.
+        KernelUnavailable: the forced implementation cannot run here.
     """
+    name = "append_latents"
+    check_floating(name, compressed=compressed, gain=gain, latents=latents)
+    if compressed.dim() != 2 or latents.dim() != 3 or latents.shape[2] != compressed.shape[1]:
+        raise InvalidInput(
+            f"{name}: compressed is {tuple(compressed.shape)} and latents are {tuple(latents.shape)}; "
+            "want [n, r + shared] and [slots, length, r + shared]"
+        )
+    if not compressed.is_contiguous() or not latents.is_contiguous() or compressed.dtype != latents.dtype:
+        raise InvalidInput(
+            f"{name}: compressed and latents must be contiguous and of one dtype, got {compressed.dtype} "
+            f"and {latents.dtype}"
+        )
+    _check_vectors(name, min(gain.numel(), compressed.shape[1]), gain)
+    _check_places(name, compressed, torch.int64, places=places, seen=seen)
     fits = compressed.shape[1] <= WIDEST
     if choose("append_latents", compressed, implementation, kernels=fits, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels import rows
@@ -303,7 +354,29 @@ def start_step(
     Returns:
         places int64 `[n]`, each row's slot or the last place of `lengths`; seen int64 `[n]`, the tokens
         there before this one; filled int32 `[n]`, those with it, 0 for rows of no slot.
+
+    Raises:
+        InvalidInput: shapes, dtypes or devices do not fit.
+        KernelUnavailable: the forced implementation cannot run here.
     """
+    name = "start_step"
+    check_floating(name, embedding=embedding, out=out)
+    if embedding.dim() != 2 or out.dim() != 2 or out.shape[1] != embedding.shape[1]:
+        raise InvalidInput(
+            f"{name}: embedding is {tuple(embedding.shape)} and out is {tuple(out.shape)}; want [V, d] [n, d]"
+        )
+    if not embedding.is_contiguous() or not out.is_contiguous() or embedding.dtype != out.dtype:
+        raise InvalidInput(
+            f"{name}: embedding and out must be contiguous and of one dtype, got {embedding.dtype} and "
+            f"{out.dtype}"
+        )
+    _check_places(name, out, torch.int64, tokens=tokens)
+    _check_places(name, out, torch.int32, slots=slots)
+    if lengths.dim() != 1 or not len(lengths) or lengths.dtype != torch.int64 or lengths.device != out.device:
+        raise InvalidInput(
+            f"{name}: lengths must be int64 [slots + 1] on {out.device}, got {lengths.dtype} "
+            f"{tuple(lengths.shape)} on {lengths.device}"
+        )
     if choose("start_step", out, implementation, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels import rows
 
@@ -312,3 +385,32 @@ def start_step(
     from openk3.ops.decoding import eager
 
     return eager.start_step(tokens, slots, embedding, lengths, out)
+
+
+def _pair(name: str, unit: tuple[Tensor, Tensor, Activation] | None) -> dict[str, Tensor]:
+    return {} if unit is None else {f"{name}'s gate": unit[0], f"{name}'s up": unit[1]}
+
+
+def _check_rows(name: str, rows: Tensor, joined: Joined) -> None:
+    check_floating(name, rows=rows, joined=joined.matrix)
+    if rows.dtype != joined.matrix.dtype:
+        raise InvalidInput(f"{name}: rows are {rows.dtype}, joined matrices {joined.matrix.dtype}")
+
+
+def _check_vectors(name: str, width: int, *vectors: Tensor) -> None:
+    for x in vectors:
+        if x.shape != (width,) or not x.is_contiguous():
+            raise InvalidInput(
+                f"{name}: gains and queries must be ({width},), contiguous, got {tuple(x.shape)} "
+                f"with strides {x.stride()}"
+            )
+
+
+def _check_places(name: str, rows: Tensor, dtype: torch.dtype, **tensors: Tensor) -> None:
+    """Integers that kernels take addresses from, one for each row."""
+    for what, x in tensors.items():
+        if x.shape != rows.shape[:1] or x.dtype != dtype or x.device != rows.device or not x.is_contiguous():
+            raise InvalidInput(
+                f"{name}: {what} must be {dtype} ({len(rows)},) on {rows.device}, contiguous, got {x.dtype} "
+                f"{tuple(x.shape)} on {x.device}"
+            )

@@ -76,14 +76,16 @@ def route_and_project(
         down: `[l, d]`, or None where experts work on x itself.
         bias: `[E]` float32 or float64, see `route`.
         k, scaling_factor, renormalize, chosen: see `route`.
-        counted: count load and histogram of this forward; the gradients do not see it.
+        counted: count load and histogram of this forward; the gradients do not see it. Not with `chosen`: a
+            token is counted once.
         implementation: force "reference", "eager" or "triton".
 
     Raises:
         InvalidInput: a shape, dtype or device does not fit, or k is out of range.
         KernelUnavailable: the forced implementation cannot run here.
     """
-    _check(x, router, down, counted)
+    _check(x, router, down, bias)
+    _check_options(x, k, chosen, counted)
     problem = _kernel_problem(x, router, down, bias, k)
     if implementation == "triton" and problem:
         raise KernelUnavailable(f"route_and_project: {problem}; ask for implementation='eager'")
@@ -130,8 +132,6 @@ def _by_kernels(
     if chosen is not None:
         ids, cutoff = chosen
         latent, weights = entry.weigh_and_project(x, router, down, ids, scaling_factor, renormalize)
-        if counted is not None:
-            raise InvalidInput("route_and_project: tokens that were routed before are not counted again")
         return Entry(Routing(ids, weights, None, cutoff), x if down is None else latent, None, None)
     mask, bins = counted or Counted()
     made = entry.route_and_project(
@@ -153,7 +153,7 @@ def _kernel_problem(x: Tensor, router: Tensor, down: Tensor | None, bias: Tensor
     if x.dtype not in dtypes or bias.dtype != torch.float32:
         return f"x is {x.dtype} and bias {bias.dtype}; kernels take bfloat16 and float32"
     widths = (x.shape[1], *(() if down is None else (len(down),)))
-    if any(width % 8 for width in widths):
+    if any(width % 8 for width in widths) or not x.shape[1]:
         return f"widths are {widths}; kernels take widths that 8 divides"
     if not 2 <= len(router) <= WIDEST_CHOICE or not 1 <= k <= len(router):
         return (
@@ -164,7 +164,7 @@ def _kernel_problem(x: Tensor, router: Tensor, down: Tensor | None, bias: Tensor
     return None
 
 
-def _check(x: Tensor, router: Tensor, down: Tensor | None, counted: Counted | None) -> None:
+def _check(x: Tensor, router: Tensor, down: Tensor | None, bias: Tensor) -> None:
     if x.dim() != 2 or router.dim() != 2 or router.shape[1] != x.shape[1]:
         raise InvalidInput(
             f"route_and_project: x is {tuple(x.shape)}, router is {tuple(router.shape)}; "
@@ -172,14 +172,36 @@ def _check(x: Tensor, router: Tensor, down: Tensor | None, counted: Counted | No
         )
     if down is not None and (down.dim() != 2 or down.shape[1] != x.shape[1]):
         raise InvalidInput(f"route_and_project: down is {tuple(down.shape)}; want [l, {x.shape[1]}]")
-    check_floating("route_and_project", x=x, router=router, down=down)
+    if bias.shape != router.shape[:1]:
+        raise InvalidInput(f"route_and_project: bias is {tuple(bias.shape)}; want ({len(router)},)")
+    check_floating("route_and_project", x=x, router=router, down=down, bias=bias)
     for name, weight in {"router": router, "down": down}.items():
         if weight is not None and weight.dtype != x.dtype:
             raise InvalidInput(
                 f"route_and_project: {name} is {weight.dtype}, x is {x.dtype}; they must match"
             )
-    mask = None if counted is None else counted.token_mask
-    if mask is not None and (mask.shape != x.shape[:1] or mask.dtype != torch.bool):
+
+
+def _check_options(x: Tensor, k: int, chosen: tuple[Tensor, Tensor] | None, counted: Counted | None) -> None:
+    name = "route_and_project"
+    if chosen is not None and counted is not None:
+        raise InvalidInput(f"{name}: tokens that were routed before are not counted again")
+    if chosen is not None:
+        ids, cutoff = chosen
+        fit = ids.shape == (len(x), k) and cutoff.shape == (len(x),) and ids.dtype == torch.int64
+        if not fit or not ids.device == cutoff.device == x.device:
+            raise InvalidInput(
+                f"{name}: chosen ids are {tuple(ids.shape)} {ids.dtype} on {ids.device} and chosen cutoff is "
+                f"{tuple(cutoff.shape)} on {cutoff.device}; want {(len(x), k)} int64 and {(len(x),)} "
+                f"on {x.device}"
+            )
+    mask, bins = counted or Counted()
+    if mask is not None and (
+        mask.shape != x.shape[:1] or mask.dtype != torch.bool or mask.device != x.device
+    ):
         raise InvalidInput(
-            f"route_and_project: token_mask is {tuple(mask.shape)} {mask.dtype}; want ({len(x)},) torch.bool"
+            f"{name}: token_mask is {tuple(mask.shape)} {mask.dtype} on {mask.device}; "
+            f"want ({len(x)},) torch.bool on {x.device}"
         )
+    if bins is not None and bins < 1:
+        raise InvalidInput(f"{name}: bins is {bins}; want at least 1")

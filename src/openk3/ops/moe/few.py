@@ -24,6 +24,8 @@ def expert_ffn_few(
 
     As there the sum over slots runs in at least fp32.
     """
+    if not len(x):
+        return torch.empty_like(x)
     p = cast(routing.weights, wide(x.dtype))
     rows = []
     for t, chosen in enumerate(routing.ids.tolist()):

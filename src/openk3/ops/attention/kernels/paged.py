@@ -142,10 +142,10 @@ def mix_parts(
 
 
 @triton.jit
-def append_rows(latents, stride: tl.int64, slots, cache, D: tl.constexpr, COLUMNS: tl.constexpr):
+def append_rows(latents, stride: tl.int64, slots, cache, room, D: tl.constexpr, COLUMNS: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + t).to(tl.int64)
-    if slot < 0:
+    if (slot < 0) | (slot >= room):
         return
     for first in tl.static_range(0, D, COLUMNS):
         c = first + tl.arange(0, COLUMNS)

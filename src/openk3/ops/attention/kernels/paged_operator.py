@@ -190,8 +190,9 @@ def _append(latents: Tensor, cache: Tensor, slots: Tensor) -> None:
         latents = latents if latents.stride(1) == 1 else latents.contiguous()
         columns = min(1024, _power_of_two(D))
         append_rows[(T,)](
-            latents, latents.stride(0), slots.contiguous(), cache, D=D, COLUMNS=columns, num_warps=2
-        )
+            latents, latents.stride(0), slots.contiguous(), cache, cache.shape[0] * cache.shape[1],
+            D=D, COLUMNS=columns, num_warps=2,
+        )  # fmt: skip
 
 
 @_append.register_fake

@@ -198,9 +198,9 @@ def choose_experts(
     weights = logits.new_empty(n, k)
     if n:
         _choose_experts[(n,)](
-            logits.contiguous(), bias, ids, weights, E, scaling_factor, k=k, RENORMALIZE=renormalize,
-            EXPERTS=max(32, triton.next_power_of_2(E)), K=triton.next_power_of_2(k), num_warps=1,
-            **early(logits),
+            logits.contiguous(), bias.contiguous(), ids, weights, E, scaling_factor, k=k,
+            RENORMALIZE=renormalize, EXPERTS=max(32, triton.next_power_of_2(E)),
+            K=triton.next_power_of_2(k), num_warps=1, **early(logits),
         )  # fmt: skip
     return ids, weights
 
