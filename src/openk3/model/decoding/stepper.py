@@ -112,10 +112,10 @@ class BatchStepper:
                     f"BatchStepper: tokens and slots must be int64 and int32 [n] on {device}; "
                     f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}"
                 )
-        if self._graphs is None:
-            return self._step(tokens, slots)
         n = len(tokens)
         if not n:
+            return self._head.new_empty(0, len(self._head))
+        if self._graphs is None:
             return self._step(tokens, slots)
         if n not in self._graphs:
             before = next(iter(self._graphs.values()), None)
