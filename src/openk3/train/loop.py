@@ -130,12 +130,9 @@ def _run(
         while state.step < steps:
             try:
                 launched = launch(state, config, reduction)
-            except Exception:
+            finally:  # also where this one failed: what was wrong with the one before may be why
                 if unread is not None:
-                    finish(unread)  # it is done; and what was wrong with it may be why this one failed
-                raise
-            if unread is not None:
-                finish(unread)
+                    finish(unread)
             try:
                 unread = update(state, config, reduction, launched)
             except TrainingDiverged as error:  # on the CPU, where nothing keeps a bad logit from being seen
