@@ -130,7 +130,7 @@ def check_the_chunked_form() -> None:
 
 
 def report(device: str, only: Sequence[str] | None, out_of_time: Callable[[], bool], peer: bool) -> int:
-    """Print all errors, write them as CSV, and return how many cases failed or were not finite."""
+    """Print all errors, write them as CSV case by case, and return how many cases failed or were not finite."""
     if unknown := set(only or ()) - {case.name for case in CASES}:
         raise SystemExit(f"no such case: {', '.join(sorted(unknown))}; {', '.join(c.name for c in CASES)}")
     check_the_chunked_form()
@@ -151,6 +151,8 @@ def report(device: str, only: Sequence[str] | None, out_of_time: Callable[[], bo
             lines.append((case.name, name, error, theirs.get(name, float("nan"))))
             print("{:26s} {:16s} ours {:.2e}   fla {:.2e}".format(*lines[-1]), flush=True)
         failed += not all(error < 1 for error in mine.values())  # NaN included
+        if peer:
+            _write(RESULTS / f"kda-accuracy-{device}.csv", lines)
         del exact
         torch.cuda.empty_cache()
     above = [line for line in lines if line[2] > line[3]]
@@ -158,10 +160,6 @@ def report(device: str, only: Sequence[str] | None, out_of_time: Callable[[], bo
         f"{len(lines)} errors, {len(above)} above fla's:",
         *(f"\n  {c}: {n} {a:.2e} > {b:.2e}" for c, n, a, b in above),
     )
-    if peer:
-        path = RESULTS / f"kda-accuracy-{device}.csv"
-        _write(path, lines)
-        print("written to", path)
     return failed
 
 
