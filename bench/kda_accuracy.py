@@ -130,7 +130,7 @@ def check_the_chunked_form() -> None:
 
 
 def report(device: str, only: Sequence[str] | None, out_of_time: Callable[[], bool], peer: bool) -> int:
-    """Print all errors, write them as CSV case by case, and return how many cases failed or were not finite."""
+    """Print all errors, write them as CSV case by case; how many cases failed or were not finite."""
     if unknown := set(only or ()) - {case.name for case in CASES}:
         raise SystemExit(f"no such case: {', '.join(sorted(unknown))}; {', '.join(c.name for c in CASES)}")
     check_the_chunked_form()
