@@ -103,8 +103,10 @@ def test_what_cannot_be_done_is_one_line(capsys, words, message):
     assert message in line
 
 
-def test_bars_have_the_times_of_the_profile_and_small_parts_go_together(folder):
-    found: Profile = load(folder / "numbers.json")
+def test_bars_have_the_times_of_the_profile_and_small_parts_go_together(folder, tmp_path, capsys):
+    code, _, _ = run(capsys, "profile", str(folder / "tiny.toml"), "--json", str(tmp_path / "numbers.json"))
+    assert code == 0
+    found: Profile = load(tmp_path / "numbers.json")
     bar = time_bar(found)
     assert sum(bar.values()) == pytest.approx(found.measured.whole)
     assert bar[IDLE] == found.measured.idle
