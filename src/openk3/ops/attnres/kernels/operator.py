@@ -261,9 +261,11 @@ def attnres(
     vectors, sources = (output, query, key_gain, norm_gain, lse), (*bank, prefix)
     if torch.is_grad_enabled():
         if torch.compiler.is_compiling():  # it takes no tensor twice, but two views of one
-            vectors = tuple(x if x is None else x.view_as(x) for x in vectors)
+            given = [x if x is None else x.view_as(x) for x in vectors]
             sources = tuple(x.view_as(x) for x in sources)
-        mixed, normed, scalars, *passed = _Attnres.apply(*vectors, eps, norm_eps, want_mix, *sources)
+        else:
+            given = list(vectors)
+        mixed, normed, scalars, *passed = _Attnres.apply(*given, eps, norm_eps, want_mix, *sources)
         return mixed, normed, scalars, tuple(passed)
     mixed, normed, total, scalars = torch.ops.openk3.attnres(
         list(bank), prefix, *vectors, eps, norm_eps, want_mix
