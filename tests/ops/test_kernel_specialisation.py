@@ -17,7 +17,21 @@ import pytest
 SOURCES = Path(__file__).resolve().parents[2] / "src/openk3"
 
 # Names of counts that a batch decides, as kernels take them.
-COUNTS = {"T", "Tq", "R", "N", "slots", "chunks", "count", "blocks", "span", "queries", "max_length"}
+COUNTS = {
+    "T",
+    "Tq",
+    "R",
+    "N",
+    "slots",
+    "chunks",
+    "count",
+    "blocks",
+    "span",
+    "queries",
+    "max_length",
+    "most",
+    "groups",
+}
 # Where such a name is a size of the model, or a tensor.
 OTHERS = {
     "ops/attention/kernels/paged.py": {"slots"},
