@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python bench/attnres.py h200              rows, merged into results/h200.json
     PYTHONPATH=src python bench/attnres.py h200 --variants   times of other launches, nothing merged
+    PYTHONPATH=src python bench/attnres.py h200 --chain      r1's stream, both ways to add up gradients
 
 9 sources in bf16 at K3's width. Floors are bytes: each source read once and each output written once; with
 the backward also sources and the gradient read, and gradients to sources written. Times are medians by CUDA
@@ -201,6 +202,42 @@ def table(limits: Ceilings, steps: Steps, peer: bool) -> None:
         steps("both ways of torch.compile", lambda: both_ways("torch.compile", compiled))
 
 
+def chain(x: Tensor, vectors: list[Tensor], layers: int, passed_on: bool) -> Tensor:
+    """The stream of `layers` layers in blocks of one, each sublayer the identity: nothing but AttnRes."""
+    bank, prefix, output = [x], vectors[0] * x, None
+    for sublayer in range(1, 2 * layers):
+        made = attnres_add_mix_norm(bank, prefix, output, *vectors, implementation="triton")
+        bank, prefix, output = [*(made.bank if passed_on else bank)], made.prefix, made.normed
+        if sublayer % 2 == 0:
+            bank, prefix, output = [*bank, prefix], made.normed, None
+    made = attnres_add_mix_norm(bank, prefix, output, *vectors, implementation="triton")
+    assert made.normed is not None
+    return made.normed
+
+
+def compare_chains() -> None:
+    """r1's stream, forward and backward: gradients to rows added by autograd, and by the operators."""
+    T, d, layers = 131_072, 512, 12
+    x = torch.randn(T, d, device="cuda").bfloat16().requires_grad_()
+    vectors = [torch.randn(d, device="cuda").bfloat16().div_(8).requires_grad_() for _ in range(3)]
+    seed = torch.randn(T, d, device="cuda").bfloat16()
+    found = {}
+    for passed_on in (False, True):
+
+        def step(passed_on: bool = passed_on) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(chain(x, vectors, layers, passed_on), [x, *vectors], seed)
+
+        found[passed_on] = step()
+        torch.cuda.reset_peak_memory_stats()
+        spent = milliseconds(step)
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        print(
+            f"chain of {layers} layers, handed on {passed_on}: {spent:.2f} ms, peak {peak:.2f} GB", flush=True
+        )
+    apart = [error(a, b.double()) for a, b in zip(found[True], found[False], strict=True)]
+    print("apart, relative L2:", *(f"{e:.1e}" for e in apart), flush=True)
+
+
 def try_variants(limits: Ceilings, steps: Steps) -> None:
     """Each kernel alone, over launches."""
     from openk3.ops.attnres.kernels import operator
@@ -211,8 +248,10 @@ def try_variants(limits: Ceilings, steps: Steps) -> None:
     ops = torch.ops.openk3
     bank, last = rows[:-1], rows[-1]
     scalars = ops.attnres(bank, last, None, query, gain, None, None, 1e-5, 1e-5, True)[3]
-    plain = (rows, query, gain, None, scalars, d_h, None, None, 1e-5, False)
-    whole = (rows, query, gain, gain, scalars, None, d_h, output, 1e-5, False)
+    plain = (rows, query, gain, None, scalars, d_h, None, [], None, 1e-5, False)
+    whole = (rows, query, gain, gain, scalars, None, d_h, [], output, 1e-5, False)
+    later = [torch.randn_like(row) for row in bank]
+    chained = (rows, query, gain, gain, scalars, None, d_h, later, output, 1e-5, False)
     forward = [
         {"STAGES": stages, "warps": warps, "maxnreg": registers}
         for stages, warps, registers in ((6, 16, 128), (4, 16, 128), (3, 16, 128), (5, 24, 80), (10, 8, 255))
@@ -236,6 +275,7 @@ def try_variants(limits: Ceilings, steps: Steps) -> None:
         ),
         ("backward", "BACKWARD", backward, 2 * S + 1, lambda: ops.attnres_backward(*plain)),
         ("backward, add and norm", "BACKWARD", backward, 2 * S + 2, lambda: ops.attnres_backward(*whole)),
+        ("backward, handed on", "BACKWARD", backward, 3 * S + 1, lambda: ops.attnres_backward(*chained)),
         (
             "all queries", "WEIGH", weigh, S + Q,
             lambda: ops.attnres_bank_mixes(rows, queries, gains, 1e-5),
@@ -264,6 +304,7 @@ def main() -> int:
     parser.add_argument("device", nargs="?", default="h200", help="names the file of results")
     parser.add_argument("--variants", action="store_true", help="try launches instead")
     add_options(parser)
+    parser.add_argument("--chain", action="store_true", help="the mixes of r1 behind each other instead")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench/attnres.py needs a CUDA device")
@@ -271,6 +312,9 @@ def main() -> int:
     torch.manual_seed(0)
     steps = Steps(None if arguments.ours_alone else arguments.device, arguments.budget)
     steps.check("errors", check)
+    if arguments.chain:
+        compare_chains()
+        return 0
     limits = ceilings()
     if arguments.variants:
         steps("variants", lambda: try_variants(limits, steps))

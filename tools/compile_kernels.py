@@ -218,9 +218,9 @@ def _launch_attnres(S: int, T: int, d: int, dtype: torch.dtype) -> None:
     forward(bank, prefix, prefix, *vectors, vectors[0], None, *norms, False)
     forward(bank[:1], prefix, prefix, *vectors, vectors[0], _empty(T), *norms, False)
     scalars, sources = _empty(T, S, 2), [*bank, prefix]
-    backward(sources, *vectors, None, scalars, prefix, None, None, 1e-6, False)
-    backward(sources, *vectors, vectors[0], scalars, prefix, prefix, prefix, 1e-6, False)
-    backward(sources[:2], *vectors, vectors[0], scalars, None, prefix, prefix, 1e-6, True)
+    backward(sources, *vectors, None, scalars, prefix, None, [], None, 1e-6, False)
+    backward(sources, *vectors, vectors[0], scalars, prefix, prefix, bank, prefix, 1e-6, False)
+    backward(sources[:2], *vectors, vectors[0], scalars, None, prefix, [], prefix, 1e-6, True)
     operator._bank_mixes._init_fn(bank, *queries, 1e-5)
 
 

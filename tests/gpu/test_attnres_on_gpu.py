@@ -39,7 +39,8 @@ def draw(S: int, T: int, d: int, dtype: torch.dtype = torch.bfloat16) -> dict[st
     }
 
 
-def results(inputs: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
+def results(inputs: dict[str, Any], *, chained: bool = False, **options: Any) -> dict[str, torch.Tensor]:
+    """All outputs and gradients; chained, with gradients that reach the bank's rows through later readers."""
     own = {
         n: [x.detach().clone().requires_grad_() for x in v] if isinstance(v, list)
         else v.detach().clone().requires_grad_()
@@ -49,6 +50,8 @@ def results(inputs: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
     bank = own["bank"] if lse is None else BankMix(own["bank"][0], lse)
     made = attnres_add_mix_norm(**own | {"bank": bank}, return_mixed=True, **options)._asdict()
     del made["weights"]
+    passed = made.pop("bank")
+    made |= {f"bank_{i}": x for i, x in enumerate(passed)} if chained else {}
     seed = torch.Generator("cuda").manual_seed(1)
     d_made = [
         torch.randn(x.shape, device="cuda", generator=seed).bfloat16().to(x.dtype) for x in made.values()
@@ -60,11 +63,11 @@ def results(inputs: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
     return {n: x.detach() for n, x in made.items()} | dict(zip(leaves, gradients, strict=True))
 
 
-def exact(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+def exact(inputs: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
     wide = {n: [x.double() for x in v] if isinstance(v, list) else v.double() for n, v in inputs.items()}
     # The new prefix is rounded before it is mixed.
     wide["prefix"] = (inputs["prefix"] + inputs["output"]).double() - wide["output"]
-    return results(wide, implementation="reference")
+    return results(wide, implementation="reference", **options)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +83,11 @@ def exact(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_outputs_and_gradients_against_float64(S, T, d, dtype):
+@pytest.mark.parametrize("chained", [False, True])
+def test_outputs_and_gradients_against_float64(S, T, d, dtype, chained):
     inputs = draw(S, T, d, dtype)
-    actual, expected = results(inputs, implementation="triton"), exact(inputs)
+    actual = results(inputs, implementation="triton", chained=chained)
+    expected = exact(inputs, chained=chained)
     for name, oracle in expected.items():
         fp32 = 2e-4 if name.startswith("d_") else 1e-5  # gradients to scores are differences
         if S > 1 or name not in ("d_query", "d_key_gain"):  # one source has no choice: zero
@@ -131,6 +136,30 @@ def test_the_same_twice_and_no_wait_for_the_device():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+def test_a_chain_compiles_and_has_the_gradients_of_rows_that_autograd_adds():
+    inputs = draw(3, 500, 512)
+    vectors = [inputs[name] for name in VECTORS]
+
+    def gradients(passed_on: bool, compiled: bool = False) -> torch.Tensor:
+        bank = [row.detach().requires_grad_() for row in inputs["bank"]]
+
+        def run(*rows: torch.Tensor) -> torch.Tensor:
+            given, prefix, output = rows, inputs["prefix"], inputs["output"]
+            for _ in range(4):
+                made = attnres_add_mix_norm(given, prefix, output, *vectors, **TRITON)
+                given, prefix, output = made.bank if passed_on else rows, made.prefix, made.normed
+            return made.normed
+
+        made = (torch.compile(run, fullgraph=True) if compiled else run)(*bank)
+        return torch.stack(torch.autograd.grad(made, bank, torch.ones_like(made)))
+
+    apart = gradients(passed_on=False)
+    chained = gradients(passed_on=True)
+    assert relative_error(chained, apart.double()) < 2 * BF16
+    assert torch.equal(chained, gradients(passed_on=True))
+    assert relative_error(gradients(passed_on=True, compiled=True), chained.double()) < BF16
 
 
 def test_a_token_is_the_same_alone_and_among_others():

@@ -5,6 +5,7 @@ A few programs share the tokens, so that each of them takes several and its queu
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from closeness import kept_by, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from openk3.errors import InvalidInput, KernelUnavailable
 from openk3.ops.attnres import BankMix, attnres_add_mix_norm, attnres_bank_mixes, attnres_mix
@@ -45,8 +47,8 @@ def draw(S: int, T: int, d: int, dtype: torch.dtype = torch.float32) -> dict[str
     }
 
 
-def results(inputs: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
-    """All outputs, and the gradients of a fixed random projection of them."""
+def results(inputs: dict[str, Any], *, chained: bool = False, **options: Any) -> dict[str, torch.Tensor]:
+    """All outputs, and the gradients of a fixed random projection of them; chained, of the bank too."""
     own = {
         name: [x.detach().clone().requires_grad_() for x in value]
         if isinstance(value, list)
@@ -58,9 +60,12 @@ def results(inputs: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
     lse = own.pop("lse", None)
     bank = own["bank"] if lse is None else BankMix(own["bank"][0], lse)
     made = attnres_add_mix_norm(**own | {"bank": bank}, **EPS, **options)._asdict()
+    passed = made.pop("bank")
     made = {name: x for name, x in made.items() if x is not None and x.requires_grad}
-    if inputs["output"] is None:
+    if inputs["output"] is None and not chained:
         del made["prefix"]
+    if chained:
+        made |= {f"bank_{i}": x for i, x in enumerate(passed)}
     seed = torch.Generator().manual_seed(1)
     d_made = [torch.randn(x.shape, generator=seed).to(x.dtype) for x in made.values()]
     leaves = {f"d_bank_{i}": x for i, x in enumerate(own["bank"])}
@@ -134,6 +139,109 @@ def test_outputs_and_gradients_equal_the_definition(S, T, d, add, outputs):
         inputs["norm_gain"] = None
     asked = {"return_mixed": outputs == "both"}
     assert_agree(results(inputs, implementation="triton", **asked), exact(inputs, **asked))
+
+
+@pytest.mark.parametrize(
+    ("S", "T", "add"), [(1, 5, False), (1, 5, True), (2, 7, False), (5, 8, True), (8, 1, True)]
+)
+def test_what_reaches_sources_through_later_readers_is_added(S, T, add):
+    inputs = draw(S, T, 24)
+    if not add:
+        inputs["output"] = None
+    actual = results(inputs, chained=True, implementation="triton")
+    assert_agree(actual, exact(inputs, chained=True))
+
+
+def chain(leaves: dict[str, Any], implementation: str, passed_on: bool = True) -> Any:
+    """Four sublayers over a growing bank, the first row of which others read too; a scalar of them all."""
+    bank, prefix, total = [leaves["x"]], leaves["x"] * leaves["gain"], leaves["x"].sum()
+    for query in leaves["queries"]:
+        made = attnres_add_mix_norm(
+            bank, prefix, prefix * 0.5, query, leaves["gain"], leaves["gain"], **EPS,
+            implementation=implementation,
+        )  # fmt: skip
+        bank = [*(made.bank if passed_on else bank), made.prefix]
+        prefix = made.normed.sin()
+        total = total + (made.normed * bank[0]).sum()
+    return total + prefix.sum()
+
+
+def chain_leaves(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    make = torch.Generator().manual_seed(7)
+    draws = torch.randn(7, 5, 24, generator=make).to(dtype)
+    return {
+        "x": draws[0].clone().requires_grad_(),
+        "gain": (1 + 0.3 * draws[1, 0]).requires_grad_(),
+        "queries": [(draws[2 + i, 0] / 2).requires_grad_() for i in range(4)],
+    }
+
+
+def chain_gradients(run: Any, leaves: dict[str, Any]) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(run(leaves), [leaves["x"], leaves["gain"], *leaves["queries"]]))
+
+
+def test_a_chain_of_readers_has_the_gradients_of_the_definition():
+    expected = chain_gradients(lambda x: chain(x, "reference"), chain_leaves(torch.float64))
+    for passed_on in (True, False):
+        actual = chain_gradients(partial(chain, implementation="triton", passed_on=passed_on), chain_leaves())
+        for mine, oracle in zip(actual, expected, strict=True):
+            assert relative_error(mine, oracle) < 2e-5
+
+
+def test_a_chain_leaves_nothing_of_a_row_for_autograd_to_add():
+    """Each row's gradients meet in kernels; nothing else has two readers here."""
+    inputs = draw(3, 4, 24)
+    bank = [row.requires_grad_() for row in inputs["bank"]]
+    vectors = inputs["query"], inputs["key_gain"], inputs["norm_gain"]
+    made = attnres_add_mix_norm(bank, inputs["prefix"], None, *vectors, **EPS, implementation="triton")
+    for _ in range(3):
+        made = attnres_add_mix_norm(
+            made.bank, made.prefix, made.normed, *vectors, **EPS, implementation="triton"
+        )
+    with torch.profiler.profile() as watched:
+        torch.autograd.grad(made.normed.sum(), bank)
+    added = [e for e in watched.events() if e.name in ("aten::add", "aten::add_")]
+    assert not added
+    assert [row.data_ptr() for row in made.bank] == [row.data_ptr() for row in bank]
+
+
+def test_a_chain_run_again_in_the_backward_and_twice_has_the_same_bits():
+    """Under a checkpoint, and summed over two micro-batches."""
+
+    def again(leaves: dict[str, Any]) -> Any:
+        return checkpoint(lambda: chain(leaves, "triton"), use_reentrant=False)
+
+    plain, kept = chain_gradients(lambda x: chain(x, "triton"), chain_leaves()), chain_leaves()
+    assert all(map(torch.equal, chain_gradients(again, kept), plain))
+    for _ in range(2):
+        again(kept).backward()
+    for leaf, once in zip((kept["x"], kept["gain"], *kept["queries"]), plain, strict=True):
+        assert torch.equal(leaf.grad, once + once)
+
+
+def test_gradients_that_come_in_are_left_as_they_were():
+    inputs = draw(3, 4, 24)
+    bank = [row.requires_grad_() for row in inputs.pop("bank")]
+    made = attnres_add_mix_norm(bank, **inputs, **EPS, implementation="triton")
+    shared = torch.randn(4, 24)
+    before = shared.clone()
+    torch.autograd.grad([*made.bank, made.prefix], bank, [shared, shared, shared])
+    assert torch.equal(shared, before)
+
+
+def test_without_gradients_the_bank_is_handed_on_as_it_is():
+    inputs = draw(3, 4, 24)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            made = attnres_add_mix_norm(**inputs, **EPS, implementation="triton")
+        assert all(a is b for a, b in zip(made.bank, inputs["bank"], strict=True))
+
+
+def test_a_chain_compiles_whole():
+    plain, leaves = chain_gradients(lambda x: chain(x, "triton"), chain_leaves()), chain_leaves()
+    compiled = torch.compile(lambda x: chain(x, "triton"), backend="aot_eager", fullgraph=True)
+    for mine, eager in zip(chain_gradients(compiled, leaves), plain, strict=True):
+        torch.testing.assert_close(mine, eager)
 
 
 @pytest.mark.parametrize(("S", "T"), [(9, 7), (17, 4), (33, 1)])
@@ -308,13 +416,19 @@ def test_backward_keeps_the_sources_and_two_scalars_per_token_and_source():
 @pytest.mark.parametrize("form", ["plain", "all", "merged"])
 def test_the_operators_pass_opcheck(form):
     inputs = draw(3, 4, 8)
-    x = {n: v if isinstance(v, list) else v.requires_grad_() for n, v in inputs.items()}
-    bank = [row.requires_grad_() for row in inputs["bank"]]
+    x, bank = inputs, inputs["bank"]
     add, norm = (None, None) if form == "plain" else (x["output"], x["norm_gain"])
-    lse = torch.randn(4).requires_grad_() if form == "merged" else None
+    lse = torch.randn(4) if form == "merged" else None
     bank = bank[:1] if form == "merged" else bank
-    arguments = bank, x["prefix"], add, x["query"], x["key_gain"], norm, lse, 1e-5, 1e-6, form != "merged"
+    vectors = x["query"], x["key_gain"], norm
+    arguments = bank, x["prefix"], add, *vectors, lse, 1e-5, 1e-6, form != "merged"
     torch.library.opcheck(torch.ops.openk3.attnres.default, arguments)
+    sources, d_h = [*bank, x["prefix"]], torch.randn(4, 8)
+    d_passed = ([], None) if form == "plain" else ([torch.randn(4, 8) for _ in bank], torch.randn(4, 8))
+    given = sources, *vectors, torch.randn(4, len(sources), 2), d_h, None if norm is None else d_h
+    torch.library.opcheck(
+        torch.ops.openk3.attnres_backward.default, (*given, *d_passed, 1e-6, form == "merged")
+    )
 
 
 def test_the_operator_of_the_first_phase_passes_opcheck():

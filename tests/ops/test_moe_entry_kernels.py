@@ -8,6 +8,7 @@ from closeness import kept_by, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from openk3.errors import InvalidInput
 from openk3.ops.dispatch import triton_problem
@@ -230,6 +231,39 @@ def test_the_backward_keeps_no_logits():
     leaves = [i.requires_grad_() for i in (x, router, down)]
     kept = kept_by(lambda: run([*leaves, bias], 3))
     assert sum(t.numel() for t in kept) == sum(i.numel() for i in leaves) + 2 * 20 * 3
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_no_gradients_are_made_for_what_has_none(chosen):
+    """For ids, counts and the like, nor for a result that nothing reads."""
+    x, router, down, bias = draw(20, 16, 12, 8)
+    leaves = [i.requires_grad_() for i in (x, router, down)]
+    ids = run([*leaves, bias], 3).routing.ids
+    operators = torch.ops.openk3
+    from openk3.ops.moe.kernels import entry  # noqa: F401
+
+    def made():
+        if chosen:
+            return operators.weigh_and_project(*leaves, ids, 1.0, True)[:2]
+        return operators.route_and_project(*leaves, bias, None, 3, 1.0, True, False, 0)[:2]
+
+    latent, weights = made()
+    seeds = [torch.randn_like(latent), torch.randn_like(weights)]
+    gradients = torch.ops.openk3.route_and_project_backward
+    calls = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            calls.append((function.name(), tuple(args[0]) if function.name() == "aten::zeros" else ()))
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        whole = torch.autograd.grad([latent, weights], leaves, seeds, retain_graph=True)
+    assert any(name == gradients.default.name() for name, _ in calls)
+    assert not [shape for name, shape in calls if name == "aten::zeros"]
+    parts = [torch.autograd.grad(y, leaves, s, retain_graph=True) for y, s in zip(made(), seeds, strict=True)]
+    for together, *apart in zip(whole, *parts, strict=True):
+        torch.testing.assert_close(together, sum(apart))
 
 
 def test_awkward_layouts_change_nothing():

@@ -58,12 +58,14 @@ def enter(
 ) -> tuple[Stream, Tensor]:
     """The way into a sublayer: the stream with everything added, and what the sublayer reads, `[T, d]`.
 
+    Later sublayers read the rows that come out of it, so that their gradients meet in its backward.
+
     That is a norm of the attention over the stream's sources, or of the prefix alone. `proj` and `norm` are
     the pseudo-query and its key norm; None without AttnRes. `after` is the sublayer's own norm.
     """
     entered = _enter(stream, proj, norm, after, name, record, mixed=False)
     assert entered.normed is not None
-    return Stream(stream.bank, entered.prefix), entered.normed
+    return Stream(entered.bank, entered.prefix), entered.normed
 
 
 def leave(

@@ -49,12 +49,14 @@ class BankMix(NamedTuple):
 
 class SublayerInput(NamedTuple):
     """normed: `[T, d]`, or None without a norm. prefix: `[T, d]` after the addition. mixed: `[T, d]`, or
-    None. weights: `[T, S]`, at least fp32, the softmax, without gradient; or None."""
+    None. weights: `[T, S]`, at least fp32, the softmax, without gradient; or None. bank: its rows as they
+    were given, none for a `BankMix`; a later reader that takes these has its gradients to them added here."""
 
     normed: Tensor | None
     prefix: Tensor
     mixed: Tensor | None
     weights: Tensor | None = None
+    bank: tuple[Tensor, ...] = ()
 
 
 @own_dtypes
@@ -97,7 +99,7 @@ def attnres_mix(
         from openk3.ops.attnres.kernels.operator import attnres
 
         *bank, last = sources
-        h, _, _, scalars = attnres(bank, last, None, query, key_gain, None, None, eps, eps, True)
+        h, _, scalars, _ = attnres(bank, last, None, query, key_gain, None, None, eps, eps, True)
         return h, scalars[..., 0].detach().softmax(-1) if return_weights else None
     if chosen == "reference":
         from openk3.ops.attnres.reference import attnres_mix as run
@@ -136,9 +138,11 @@ def attnres_add_mix_norm(
         implementation: as in `attnres_mix`.
 
     Returns:
-        The norm, the new prefix in its dtype, the mix, and the weights. The kernel's norm reads the mix
-        before it is rounded. All but the weights are differentiable; the backward keeps the bank, the new
-        prefix and two scalars per token and source.
+        The norm, the new prefix in its dtype, the mix, the weights, and the bank's rows, which a chain of
+        readers hands on: the kernel's backward adds what reaches them and the prefix through later ones, for
+        which autograd would need passes of its own. The kernel's norm reads the mix before it is rounded. All
+        but the weights are differentiable; the backward keeps the bank, the new prefix and two scalars per
+        token and source.
 
     Raises:
         InvalidInput: shapes, dtypes or devices that do not fit.
@@ -163,19 +167,26 @@ def attnres_add_mix_norm(
     if chosen == "triton":
         from openk3.ops.attnres.kernels.operator import attnres
 
-        mixed, normed, total, scalars = attnres(*arguments, want_mix)
+        mixed, normed, scalars, passed = attnres(*arguments, want_mix)
         return SublayerInput(
             None if norm_gain is None else normed,
-            prefix if output is None else total,
+            passed[-1],
             mixed if want_mix else None,
             scalars[..., 0].detach().softmax(-1) if return_weights else None,
+            passed[:-1] if lse is None else (),
         )
     if chosen == "reference":
         from openk3.ops.attnres.reference import attnres_add_mix_norm as run
     else:
         from openk3.ops.attnres.eager import attnres_add_mix_norm as run
     mix, norm, new_prefix, weights = run(*arguments)
-    return SublayerInput(norm, new_prefix, mix if want_mix else None, weights if return_weights else None)
+    return SublayerInput(
+        norm,
+        new_prefix,
+        mix if want_mix else None,
+        weights if return_weights else None,
+        tuple(rows) if lse is None else (),
+    )
 
 
 @own_dtypes

@@ -18,7 +18,7 @@ from openk3.ops.attention.kernels.blocks import place
 from openk3.ops.triton_math import short_exp2, sigmoid_pair
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gate_backward(
     d_y, o, gate, d_o, d_gate, delta, d_y_token, d_y_head, gate_token, gate_head, T, H,
     V: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
@@ -41,7 +41,7 @@ def gate_backward(
     tl.store(delta + h * T + token, tl.sum(D.to(tl.float32) * O, 1), mask=token < T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq"])
 def query_backward(
     q, k, v, shared, d_o, lse, delta, cu_seqlens_q, cu_seqlens_k, table, d_q, factor, scale,
     q_token, q_head, Tq, H,
@@ -88,7 +88,7 @@ def query_backward(
     tl.store(to + K + c_shared[None, :], (dQ_shared * scale).to(d_q.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq"])
 def key_backward(
     q, q_shared, kv, shared, d_o, lse, delta, cu_seqlens_q, cu_seqlens_k, table, d_kv, d_shared,
     factor, scale, kv_token, kv_head, shared_token, Tq, H,

@@ -54,7 +54,7 @@ def _fetch(wide, narrow, other, wide_tile, narrow_tile, other_tile, ready, t, at
     tma.async_copy_global_to_shared(other, [t, at_other], ready, other_tile)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["Tq"])
 def key_backward_hopper(
     q, q_shared, own, own_shared, d_o, lse, delta, cu_seqlens_q, cu_seqlens_k, table, d_kv, d_shared,
     factor, scale, q_head, kv_head, Tq, H, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
@@ -150,7 +150,7 @@ def key_backward_hopper(
     gl.store(to, gl.convert_layout(dK_shared * scale, OUT), mask=inside)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["Tq"])
 def query_backward_hopper(
     own, own_shared, own_d_o, kv, shared, lse, delta, cu_seqlens_q, cu_seqlens_k, table, d_q,
     factor, scale, q_head, kv_head, Tq, H, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,

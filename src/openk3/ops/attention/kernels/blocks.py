@@ -16,7 +16,7 @@ import triton.language as tl
 Tensor = torch.Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "N"])
 def _order(cu_seqlens, table, slots, N, ROWS: tl.constexpr, BLOCKS: tl.constexpr, SEQUENCES: tl.constexpr):
     """A program per sequence finds the slot of each of its blocks; the last program marks slots without one.
 

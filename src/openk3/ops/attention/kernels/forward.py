@@ -35,7 +35,7 @@ def _step(
     return acc, largest, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Tq"])
 def attention_forward(
     q, k, v, shared, values, gate, cu_seqlens_q, cu_seqlens_k, table, y, o, lse, largest, factor, scale,
     q_token, q_head, kv_token, kv_head, gate_token, gate_head, Tq, H,

@@ -61,7 +61,7 @@ def _softmax(S, m, start, row, whole, n_k, ahead, factor, KEYS: gl.constexpr, SC
     return short_exp2(S * factor - shift[:, None]), largest, short_exp2(m * factor - shift)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["Tq"])
 def attention_forward_hopper(
     own, own_shared, kv, shared, gate, cu_seqlens_q, cu_seqlens_k, table, y, o, lse, largest, factor, scale,
     q_head, kv_head, gate_token, gate_head, Tq, H, GATED: gl.constexpr, KEEP: gl.constexpr,

@@ -13,8 +13,9 @@ gradient: with c = g . h each source's gradient needs nothing of the other sourc
     ds_i = a_i (g . V_i - c)        dV_i = a_i g + ds_i r_i m - (ds_i s_i r_i^2 / d) V_i
 
 so the first pass over a token's rows makes h again (a sum, without reductions) and what the norm behind it
-asks for, and the second, which finds the rows in the caches, writes gradients. Each program sums gradients to
-query and gains over its tokens; the sums of programs are added up afterwards, in their order.
+asks for, and the second, which finds the rows in the caches, writes gradients. What reaches a source through
+its later readers waits in the same queue, behind the source, and is added before that. Each program sums
+gradients to query and gains over its tokens; the sums of programs are added up afterwards, in their order.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import, assignment, misc"
@@ -139,7 +140,8 @@ def backward(
     scalars,
     d_mixed,
     d_normed,
-    d_last,  # what reaches the last source on other ways, added to its gradient
+    d_bank,  # what reaches the sources through later readers, added to their gradients: all but the last,
+    d_last,  # and the last; None where nothing does
     d_lse,  # [T] fp32, with MERGE
     d_direction,  # [programs, d] fp32, sums over a program's tokens
     d_norm_gain,  # [programs, d] fp32
@@ -152,11 +154,20 @@ def backward(
     MERGE: tl.constexpr,
     MIX: tl.constexpr,
     NORM: tl.constexpr,
+    BANK: tl.constexpr,
     LAST: tl.constexpr,
 ):
     dtype: tl.constexpr = sources[0].dtype.element_ty
     # Twice each: backwards the second time, so that the latest come first.
-    rows = sources + sources[::-1]
+    # Behind each then comes what reaches it, where anything does.
+    AT: tl.constexpr = S + AHEAD  # what is asked for when the first source of the second pass is done
+    rows = sources + (sources[S - 1],)  # noqa: RUF005
+    if LAST:
+        rows = rows + (d_last,)  # noqa: RUF005
+    for j in tl.static_range(1, S):
+        rows = rows + (sources[S - 1 - j],)  # noqa: RUF005
+        if BANK:
+            rows = rows + (d_bank[S - 1 - j],)  # noqa: RUF005
     step = tl.num_programs(0)
     first = tl.program_id(0)
     d_m = tl.zeros([D], tl.float32)
@@ -206,9 +217,8 @@ def backward(
             # Two sources a sum over the program: its warps wait half as often.
             if j % 2 == 0:
                 if j + 1 < S:
-                    product, next_product = tl.reduce(
-                        (g * unpack(queue[0], dtype), g * unpack(queue[1], dtype)), 0, add_pairs
-                    )
+                    second = unpack(queue[1 + (LAST if j == 0 else BANK)], dtype)
+                    product, next_product = tl.reduce((g * unpack(queue[0], dtype), g * second), 0, add_pairs)
                 else:
                     product = tl.sum(g * unpack(queue[0], dtype), 0)
             else:
@@ -228,8 +238,15 @@ def backward(
                 along_m = d_score * r
                 d_v = weight * g + along_m * m - (along_m * score * r / d) * v
                 d_m += along_m * v
-            if LAST and j == 0:
-                d_v += load_row(d_last, token, d, D)
+            queue = queue[1:] + (  # noqa: RUF005
+                queued(rows, AT + j * (1 + BANK) + (LAST - BANK if j > 0 else 0), token, step, T, d, D),
+            )
+            if LAST if j == 0 else BANK:
+                d_v += unpack(queue[0], dtype)
+                queue = queue[1:] + (  # noqa: RUF005
+                    queued(
+                        rows, AT + 1 + j * (1 + BANK) + (LAST - BANK if j > 0 else 0), token, step, T, d, D
+                    ),
+                )
             store_row(d_sources[S - 1 - j], token, d_v, d, D)
-            queue = queue[1:] + (queued(rows, S + j + AHEAD, token, step, T, d, D),)  # noqa: RUF005
     store_row(d_direction, first, d_m, d, D)

@@ -140,11 +140,16 @@ def _attnres_backward(
     scalars: Tensor,
     d_mixed: Tensor | None,
     d_normed: Tensor | None,
+    d_bank: Sequence[Tensor],
     d_last: Tensor | None,
     norm_eps: float,
     merge: bool,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
-    """Gradients to sources, query, key_gain, norm_gain and lse; the last two empty without their inputs."""
+    """Gradients to sources, query, key_gain, norm_gain and lse; the last two empty without their inputs.
+
+    d_bank and d_last reach the sources through later readers and are added to their gradients: the last
+    source's, and all others' or none.
+    """
     T, d = sources[0].shape
     S = len(sources)
     norm = d_normed is not None
@@ -157,12 +162,15 @@ def _attnres_backward(
     d_direction = scalars.new_empty(programs, d)
     d_norm_gain = scalars.new_empty(programs if norm else 0, d)
     if programs:
-        given = [None if g is None else as_rows(g.to(sources[0].dtype)) for g in (d_mixed, d_normed, d_last)]
+        dtype = sources[0].dtype
+        given = [None if g is None else as_rows(g.to(dtype)) for g in (d_mixed, d_normed)]
+        later = [None if g is None else as_rows(g.to(dtype)) for g in (*d_bank, d_last)]
         one_query.backward[(programs,)](
             tuple(as_rows(x) for x in sources), tuple(d_sources), direction,
-            None if norm_gain is None else norm_gain.contiguous(), scalars, *given, d_lse, d_direction,
-            d_norm_gain, T, d, norm_eps, S=S, AHEAD=min(BACKWARD["AHEAD"], 2 * S), MERGE=merge,
-            MIX=d_mixed is not None, NORM=norm, LAST=d_last is not None, **sizes,
+            None if norm_gain is None else norm_gain.contiguous(), scalars, *given,
+            tuple(later[:-1]) or None, later[-1], d_lse, d_direction, d_norm_gain, T, d, norm_eps, S=S,
+            AHEAD=min(BACKWARD["AHEAD"], 2 * S), MERGE=merge, MIX=d_mixed is not None, NORM=norm,
+            BANK=bool(d_bank), LAST=d_last is not None, **sizes,
         )  # fmt: skip
     d_m = d_direction.sum(0)
     d_gain = d_norm_gain.sum(0).to(norm_gain.dtype) if norm_gain is not None else scalars.new_empty(0)
@@ -178,6 +186,7 @@ def _(
     scalars: Tensor,
     d_mixed: Tensor | None,
     d_normed: Tensor | None,
+    d_bank: Sequence[Tensor],
     d_last: Tensor | None,
     norm_eps: float,
     merge: bool,
@@ -188,33 +197,52 @@ def _(
     return d_sources, query.new_empty(query.shape), key_gain.new_empty(key_gain.shape), d_gain, d_lse
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    bank, prefix, added, query, key_gain, norm_gain, lse, _, ctx.norm_eps, ctx.want_mix = inputs
-    _, _, total, scalars = output
-    last = prefix if added is None else total
-    ctx.has_output, ctx.merge = added is not None, lse is not None
-    ctx.save_for_backward(*bank, last, query, key_gain, norm_gain, scalars)
-    ctx.mark_non_differentiable(scalars)
-    ctx.set_materialize_grads(False)
+class _Attnres(torch.autograd.Function):
+    """`_attnres` and its gradient, with the sources passed on.
 
+    A later operator that reads what is passed on leaves its gradients to sources here, where they are added
+    to this operator's own in the pass that writes those. With a source of many readers, autograd would add
+    each one's gradient in a pass of its own. Gradients that come in are read only: autograd may have given
+    them to others too. A custom operator could not do it, since its results must not be views of its inputs.
+    """
 
-def _differentiate(
-    ctx: Any, d_mixed: Tensor | None, d_normed: Tensor | None, d_total: Tensor | None, *_: None
-) -> tuple[Any, ...]:
-    *sources, query, key_gain, norm_gain, scalars = ctx.saved_tensors
-    d_sources, d_query, d_key_gain, d_norm_gain, d_lse = torch.ops.openk3.attnres_backward(
-        sources, query, key_gain, norm_gain, scalars,
-        d_mixed if ctx.want_mix else None, None if norm_gain is None else d_normed,
-        d_total if ctx.has_output else None, ctx.norm_eps, ctx.merge,
-    )  # fmt: skip
-    *d_bank, d_prefix = d_sources
-    return (
-        d_bank, d_prefix, d_prefix if ctx.has_output else None, d_query, d_key_gain,
-        None if norm_gain is None else d_norm_gain, d_lse if ctx.merge else None, None, None, None,
-    )  # fmt: skip
+    @staticmethod
+    def forward(ctx: Any, output, query, key_gain, norm_gain, lse, eps, norm_eps, want_mix, *sources):
+        *bank, prefix = sources
+        mixed, normed, total, scalars = torch.ops.openk3.attnres(
+            bank, prefix, output, query, key_gain, norm_gain, lse, eps, norm_eps, want_mix
+        )
+        last = prefix if output is None else total
+        ctx.has_output, ctx.has_norm, ctx.merge = output is not None, norm_gain is not None, lse is not None
+        ctx.want_mix, ctx.norm_eps = want_mix, norm_eps
+        gains = () if norm_gain is None else (norm_gain,)
+        ctx.save_for_backward(query, key_gain, scalars, *gains, *bank, last)
+        ctx.mark_non_differentiable(scalars)
+        if not torch.compiler.is_compiling():  # it does not know this call, and fills in zeros
+            ctx.set_materialize_grads(False)
+        passed = [row.view_as(row) for row in bank]
+        return mixed, normed, scalars, *passed, last.view_as(last) if output is None else last
 
-
-_attnres.register_autograd(_differentiate, setup_context=_keep)
+    @staticmethod
+    def backward(ctx: Any, d_mixed, d_normed, _, *d_passed):
+        query, key_gain, scalars, *rest = ctx.saved_tensors
+        norm_gain, sources = (rest[0], rest[1:]) if ctx.has_norm else (None, rest)
+        *d_bank, d_last = d_passed
+        if all(g is None for g in d_bank):
+            d_bank = []
+        else:
+            d_bank = [
+                torch.zeros_like(x) if g is None else g for g, x in zip(d_bank, sources[:-1], strict=True)
+            ]
+        d_sources, d_query, d_key_gain, d_norm_gain, d_lse = torch.ops.openk3.attnres_backward(
+            sources, query, key_gain, norm_gain, scalars,
+            d_mixed if ctx.want_mix else None, d_normed if ctx.has_norm else None,
+            d_bank, d_last, ctx.norm_eps, ctx.merge,
+        )  # fmt: skip
+        return (
+            d_sources[-1] if ctx.has_output else None, d_query, d_key_gain,
+            d_norm_gain if ctx.has_norm else None, d_lse if ctx.merge else None, None, None, None, *d_sources,
+        )  # fmt: skip
 
 
 def attnres(
@@ -228,12 +256,21 @@ def attnres(
     eps: float,
     norm_eps: float,
     want_mix: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `_attnres`."""
-    results: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.openk3.attnres(
-        list(bank), prefix, output, query, key_gain, norm_gain, lse, eps, norm_eps, want_mix
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """The mix, its norm and scalars as of `_attnres`; and the sources after the addition, passed on."""
+    vectors, sources = (output, query, key_gain, norm_gain, lse), (*bank, prefix)
+    if torch.is_grad_enabled():
+        if torch.compiler.is_compiling():  # it takes no tensor twice, but two views of one
+            given = [x if x is None else x.view_as(x) for x in vectors]
+            sources = tuple(x.view_as(x) for x in sources)
+        else:
+            given = list(vectors)
+        mixed, normed, scalars, *passed = _Attnres.apply(*given, eps, norm_eps, want_mix, *sources)
+        return mixed, normed, scalars, tuple(passed)
+    mixed, normed, total, scalars = torch.ops.openk3.attnres(
+        list(bank), prefix, *vectors, eps, norm_eps, want_mix
     )
-    return results
+    return mixed, normed, scalars, (*bank, prefix if output is None else total)
 
 
 @kernel_operator("openk3::attnres_bank_mixes")

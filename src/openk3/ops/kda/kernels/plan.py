@@ -33,7 +33,7 @@ class ChunkPlan:
         return len(self.first_chunk) - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _plan(cu_seqlens, first_chunk, chunk_sequence, chunks, run, BLOCK: tl.constexpr):
     n = tl.program_id(0)
     i = tl.arange(0, BLOCK)
@@ -72,7 +72,7 @@ def plan_chunks(cu_seqlens: torch.Tensor, tokens: int) -> ChunkPlan:
     return ChunkPlan(cu_seqlens, first_chunk, chunk_sequence, len(chunk_sequence))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _mark(checkpoint_at, cu_seqlens, first_chunk, checkpoint_of_chunk, N, CHUNK: tl.constexpr):
     m = tl.program_id(0)
     end = tl.load(checkpoint_at + m)

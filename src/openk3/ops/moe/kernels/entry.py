@@ -107,8 +107,14 @@ def _(
     return x.new_empty(x.shape), router.new_empty(router.shape), down.new_empty(down.shape)
 
 
-def _differentiate(ctx: Any, d_latent: Tensor, d_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _differentiate(
+    ctx: Any, d_latent: Tensor | None, d_weights: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if d_latent is None and d_weights is None:
+        return None, None, None
     x, router, down, ids, scores = ctx.saved_tensors
+    d_latent = x.new_zeros(len(x), len(down)) if d_latent is None else d_latent
+    d_weights = torch.zeros_like(scores) if d_weights is None else d_weights
     made: tuple[Tensor, Tensor, Tensor] = torch.ops.openk3.route_and_project_backward(
         x, router, down, ids, scores, d_latent, d_weights, *ctx.scaling
     )
@@ -119,12 +125,13 @@ def _keep_routed(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, router, down, _, _, _, *scaling, _, _ = inputs
     _, _, ids, scores, cutoff, counts, table = output
     ctx.mark_non_differentiable(ids, scores, cutoff, counts, table)
+    ctx.set_materialize_grads(False)  # or zeros would be made for those as well
     ctx.save_for_backward(x, router, down, ids, scores)
     ctx.scaling = scaling
 
 
 def _differentiate_routed(
-    ctx: Any, d_latent: Tensor, d_weights: Tensor, *_: Any
+    ctx: Any, d_latent: Tensor | None, d_weights: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     return *_differentiate(ctx, d_latent, d_weights), *7 * (None,)
 
@@ -136,12 +143,13 @@ def _keep_weighed(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, router, down, ids, *scaling = inputs
     _, _, scores = output
     ctx.mark_non_differentiable(scores)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, router, down, ids, scores)
     ctx.scaling = scaling
 
 
 def _differentiate_weighed(
-    ctx: Any, d_latent: Tensor, d_weights: Tensor, _: Any
+    ctx: Any, d_latent: Tensor | None, d_weights: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
     return *_differentiate(ctx, d_latent, d_weights), None, None, None
 

@@ -153,7 +153,7 @@ def _weights(
         _store(out + E * N, total.T, first, column, L, N, ROWS, COLUMNS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _add_pieces(pieces, d_router, d_down, count, of_router, size, SIZE: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros([SIZE], tl.float32)

@@ -25,7 +25,7 @@ from openk3.ops.moe.kernels.units import unit_partials
 Tensor = torch.Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _hidden(
     x, d_out, w1, w3, w2, weights, order, hidden, d_gate, d_up, d_p, offsets, starts, R, E, F, K,
     gate_cap, up_cap, UNIT: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr,
