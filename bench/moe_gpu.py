@@ -1,12 +1,13 @@
 """The routed experts on a GPU in training and prefill, beside torch's grouped and batched products.
 
-    python bench/moe_gpu.py [h200] [--pieces] [--variants]
+    python bench/moe_gpu.py [h200] [--forms] [--pieces] [--variants]
 
 `moe_fwd_8192x16of896` is the grouped products with SiTU between them, from rows that are grouped already, as
 its peer is: one grouped product of gate and up together, compiled SiTU, one grouped product.
 `moe_fwdbwd_r1` begins with ids: plan, dispatch, products, combine and all gradients. Its peers pad each
 expert's rows to the longest and multiply in batches, or are our eager form on grouped products.
-`--pieces` times each kernel alone against its floor, `--variants` each product over tile sizes.
+`--forms` checks and times the forms of r1's products, `--pieces` times each kernel alone against its floor,
+`--variants` kernels over their sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from gpu_timing import Ceilings, ceilings, milliseconds
@@ -28,6 +30,7 @@ from openk3.ops.moe import DispatchPlan, expert_ffn, plan, route
 from openk3.ops.quantile_balance import required_bias_histogram
 
 Tensor = torch.Tensor
+Result = TypeVar("Result")
 ACTIVATION = Activation()
 LIMIT = 1e-2  # relative L2: operands, hidden rows and results are rounded to bf16
 # T, k, E, l, F
@@ -76,6 +79,7 @@ def check() -> None:
     few, many = torch.zeros(700, 1, dtype=torch.int64), torch.arange(400)[:, None] % 2 * 6
     for T, k, E, width, F, forced in (
         (300, 3, 7, 256, 416, None),
+        (4000, 6, 16, 256, 416, None),
         (2000, 4, 5, 128, 96, None),
         (20, 2, 64, 72, 40, None),
         (700, 1, 9, 64, 136, few),
@@ -201,7 +205,7 @@ def report(
     steps.keep(row(work, ours, "ms", "lower", peers=known, floor=floor, shape=shape))
 
 
-def attempt(name: str, call: Callable[[], float]) -> float | None:
+def attempt(name: str, call: Callable[[], Result]) -> Result | None:
     """What `call` returns, or None with the reason printed."""
     try:
         return call()
@@ -212,7 +216,7 @@ def attempt(name: str, call: Callable[[], float]) -> float | None:
 
 def pieces(limits: Ceilings, size: tuple[int, ...]) -> dict[str, tuple[float, Callable[[], object]]]:
     """Every kernel of one layer, by name, with its floor in ms."""
-    from openk3.ops.moe.kernels import choice, gradients, products
+    from openk3.ops.moe.kernels import choice, gradients, narrow, products
     from openk3.ops.moe.kernels.plan import plan_tensors, tile_starts
     from openk3.ops.moe.kernels.rows import combine, gather
 
@@ -274,6 +278,17 @@ def pieces(limits: Ceilings, size: tuple[int, ...]) -> dict[str, tuple[float, Ca
             lambda: gradients.weight_gradients(rows, None, hidden, offsets),
         ),
         "row gradients": (limits.floor(2 * matrix + r_l + 2 * r_f, 2 * flops), row_gradients),
+        "packing": (limits.floor(4 * matrix, 0), lambda: narrow.pack(w1, w3, 32)),
+        "rows stay, forward": (
+            limits.floor(3 * matrix + t_l + r_l, 3 * flops),
+            lambda: narrow.forward(x, routes.tokens, w1, w3, w2, offsets, "situ", 4.0, 25.0),
+        ),
+        "rows stay, backward": (
+            limits.floor(3 * matrix + 2 * t_l + 3 * r_l + 3 * r_f, 5 * flops),
+            lambda: narrow.backward(
+                x, x, routes.tokens, w1, w3, w2, weights, routes.order, offsets, "situ", 4.0, 25.0
+            ),
+        ),
     }
 
 
@@ -283,78 +298,80 @@ def time_pieces(limits: Ceilings) -> None:
         print(f"r1 {name}: {time} ms, floor {floor:.4f} ms", flush=True)
 
 
+def forms() -> None:
+    """Each form of the products, right at r1's widths first, then all of `moe_fwdbwd_r1` in it."""
+    from openk3.ops.moe.kernels import narrow
+
+    _, k, E, width, F = R1
+    small, large = draw(4000, k, 16, width, F), draw(*R1)
+    exact = results(*small, "eager", torch.float64)
+    leaves = [part.detach().requires_grad_() for part in large[1]]
+    d_u = torch.randn_like(leaves[0])
+
+    def both_ways() -> object:
+        routes = plan(large[0], E, implementation="triton")
+        u = expert_ffn(*leaves[:2], routes, *leaves[2:], ACTIVATION, implementation="triton")
+        return torch.autograd.grad(u, leaves, d_u)
+
+    for name, fewest, hopper in (
+        ("by product", 1 << 30, False),
+        ("rows stay", narrow.FEWEST, False),
+        ("rows stay, in Gluon", narrow.FEWEST, True),
+    ):
+        with patch.multiple(narrow, FEWEST=fewest, HOPPER=hopper):
+            made = attempt(name, lambda: results(*small, "triton"))
+            if made is None:
+                continue
+            errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(made, exact, strict=True)]
+            again = results(*small, "triton")
+            right = max(errors) < LIMIT and all(map(torch.equal, made, again))
+            print(name, "is right:" if right else "IS WRONG:", *(f"{e:.1e}" for e in errors), flush=True)
+            if right:
+                print(
+                    f"   moe_fwdbwd_r1: {attempt(name, lambda: milliseconds(both_ways, 20, 100))} ms",
+                    flush=True,
+                )
+
+
 def try_variants(limits: Ceilings, steps: Steps) -> None:
-    """Each product of r1 over tile sizes; gate and up of K3 with fewer experts, as many rows to each."""
-    from openk3.ops.moe.kernels import gradients, products
+    """Kernels over their sizes: of r1, and of K3 with an eighth of its tokens and experts."""
+    from openk3.ops.moe.kernels import gradients, narrow, products
 
     T, k, E, width, F = K3
-    fewer = T // 8, k, E // 8, width, F
-    tiles = [
-        products.Tiles(*sizes)
-        for sizes in (
-            (128, 0, 64, 64, 4, 3),
-            (128, 0, 64, 64, 4, 2),
-            (128, 0, 128, 64, 8, 3),
-            (256, 0, 64, 64, 8, 3),
-            (64, 0, 64, 64, 4, 3),
-            (128, 0, 64, 128, 4, 2),
-            (128, 32, 128, 64, 8, 4),
-            (128, 64, 128, 64, 8, 3),
-            (128, 64, 64, 64, 4, 3),
-            (128, 32, 64, 64, 4, 3),
-        )
+    few = [
+        products.Tiles(*t)
+        for t in ((128, 64, 128, 64, 8, 4), (128, 64, 128, 64, 8, 3), (128, 32, 128, 64, 8, 4))
     ]
-    hidden = [
-        products.Tiles(*sizes)
-        for sizes in (
-            (64, 0, 64, 64, 4, 2),
-            (64, 0, 64, 32, 4, 3),
-            (64, 0, 128, 64, 8, 2),
-            (64, 0, 128, 64, 8, 3),
-            (128, 0, 64, 128, 8, 2),
-            (128, 0, 64, 64, 8, 2),
-        )
-    ]
-    across = [
-        products.Tiles(*sizes)
-        for sizes in (
-            (128, 0, 128, 64, 8, 2),
-            (128, 0, 128, 64, 8, 3),
-            (128, 0, 64, 64, 4, 2),
-            (128, 0, 128, 32, 8, 4),
-        )
-    ]
-    blocks = [
-        gradients.Blocks(*sizes)
-        for sizes in ((128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 3), (64, 128, 64, 4, 2),
-                      (128, 64, 64, 4, 3), (64, 256, 64, 8, 3))
-    ]  # fmt: skip
-    for size, label, wanted in (
-        (R1, "r1", {"gate and up": tiles, "down": tiles, "hidden gradients": hidden, "row gradients": across,
-                    "weight gradients, gate and up": blocks, "weight gradients, down": blocks}),
-        (fewer, "k3/8", {"gate and up": tiles, "down": tiles}),
-    ):  # fmt: skip
+    blocks = [gradients.Blocks(*b) for b in ((64, 256, 64, 8, 3), (64, 256, 64, 8, 4), (128, 128, 64, 8, 3))]
+    slabs = [narrow.Slabs(*sizes) for sizes in ((128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2))]
+    one_slab = [narrow.Slabs(*sizes) for sizes in ((128, 32, 8, 2), (64, 32, 4, 2))]
+    attempts: dict[tuple[int, ...], list[tuple[str, Any, str, list[Any]]]] = {
+        R1: [
+            ("rows stay, forward", narrow, "FORWARD", slabs),
+            ("rows stay, forward", narrow, "HOPPER", [True]),
+            ("rows stay, backward", narrow, "BACKWARD", one_slab),
+            ("rows stay, backward", narrow, "HOPPER", [True]),
+            ("weight gradients, gate and up", gradients, "TWO_WEIGHTS", blocks),
+            ("weight gradients, down", gradients, "ONE_WEIGHT", blocks),
+        ],
+        (T // 8, k, E // 8, width, F): [
+            ("gate and up", products, "FEW", few),
+            ("down", products, "FEW", few),
+        ],
+    }
+    for size, kernels in attempts.items():
         made = pieces(limits, size)
-        for name, variants in wanted.items():
+        for name, module, setting, variants in kernels:
             floor, call = made[name]
             for variant in variants:
                 if steps.passed():
-                    print(f"{label} {name} {variant}: out of time", flush=True)
+                    print(f"E={size[2]} {name} {variant}: out of time", flush=True)
                     break
-                if name == "hidden gradients":
-                    gradients.HIDDEN = variant  # type: ignore[assignment]
-                elif name == "row gradients":
-                    gradients.ROWS = variant  # type: ignore[assignment]
-                elif name.startswith("weight"):
-                    gradients.WEIGHTS = variant  # type: ignore[assignment]
-                else:
-                    products.FEW = products.MANY = variant  # type: ignore[assignment]
-                time = attempt(f"{name} {variant}", lambda call=call: milliseconds(call, 5, 20))  # type: ignore[misc]
+                with patch.object(module, setting, variant):
+                    time = attempt(f"{name} {variant}", lambda call=call: milliseconds(call, 5, 20))  # type: ignore[misc]
                 if time is not None:
-                    print(
-                        f"{label} {name} {variant}: {time:.4f} ms, {time / floor:.2f} of the floor",
-                        flush=True,
-                    )
+                    what = f"E={size[2]} {name}, {setting} = {variant}"
+                    print(f"{what}: {time:.4f} ms, {time / floor:.2f} of the floor", flush=True)
         del made
         torch.cuda.empty_cache()
 
@@ -365,6 +382,9 @@ def main() -> int:
     )
     parser.add_argument("device", nargs="?", default="h200", help="names the file of results")
     parser.add_argument("--pieces", action="store_true", help="time each kernel of r1 instead")
+    parser.add_argument(
+        "--forms", action="store_true", help="check and time the forms of r1's products instead"
+    )
     parser.add_argument("--variants", action="store_true", help="try tile sizes instead")
     add_options(parser)
     arguments = parser.parse_args()
@@ -372,13 +392,15 @@ def main() -> int:
         print("bench/moe_gpu.py needs a CUDA device")
         return 0
     steps = Steps(None if arguments.ours_alone else arguments.device, arguments.budget)
+    if arguments.forms:
+        steps("forms", forms)
     steps.check("errors", check)
     limits = ceilings()
     if arguments.pieces:
         steps("pieces", lambda: time_pieces(limits))
     if arguments.variants:
         steps("variants", lambda: try_variants(limits, steps))
-    if not (arguments.pieces or arguments.variants):
+    if not (arguments.forms or arguments.pieces or arguments.variants):
         steps("r1", lambda: r1(limits, steps, True))
         steps("K3", lambda: k3(limits, steps, True))
         if not arguments.ours_alone:  # last: the peers compile

@@ -71,9 +71,52 @@ def test_output_and_gradients_are_as_close_to_float64_as_the_eager_form(shape, k
     assert_right(distinct_ids(T, k, E), case(T, k, E, width, F), kind)
 
 
-@pytest.mark.parametrize("rows", [127, 128, 129, 160, 161, 700])
+@pytest.mark.parametrize("rows", [127, 128, 129, 160, 161, 192, 193, 700])
 def test_one_expert_with_all_tokens(rows):
     assert_right(torch.full((rows, 1), 3, device="cuda"), case(rows, 1, 6, 128, 192))
+
+
+@pytest.fixture(params=["by product", "rows stay", "rows stay, Gluon"])
+def form(request, monkeypatch):
+    """Each form of the products, whatever would be chosen."""
+    from openk3.ops.moe.kernels import narrow
+
+    monkeypatch.setattr(narrow, "suits", lambda rows, w1: request.param != "by product")
+    monkeypatch.setattr(narrow, "HOPPER", request.param == "rows stay, Gluon")
+
+
+# The first has r1's widths, the next other widths of the backward in Gluon, then F and l that fill no slab.
+@pytest.mark.parametrize(("width", "F"), [(256, 416), (128, 96), (64, 32), (256, 136), (72, 40)])
+@pytest.mark.usefixtures("form")
+def test_every_form_is_right(width, F):
+    assert_right(distinct_ids(2000, 3, 7), case(2000, 3, 7, width, F))
+
+
+@pytest.mark.parametrize("rows", [1, 128, 129])
+@pytest.mark.usefixtures("form")
+def test_every_form_is_right_where_most_experts_have_no_rows(rows):
+    assert_right(torch.full((rows, 1), 3, device="cuda"), case(rows, 1, 6, 256, 416))
+
+
+@pytest.mark.usefixtures("form")
+def test_every_form_gives_equal_bits_and_takes_fp16():
+    ids = distinct_ids(3000, 6, 16)
+    inputs = [x.half() if x.dtype == torch.bfloat16 else x for x in case(3000, 6, 16, 256, 416)]
+    first = results(ids, inputs)
+    assert all(all(map(torch.equal, first, results(ids, inputs))) for _ in range(3))
+    exact = results(ids, inputs, "eager", torch.float64)
+    assert max(map(relative_error, first, exact)) < 2e-3
+
+
+@pytest.mark.usefixtures("form")
+def test_no_form_leaks_rows_of_other_experts():
+    """A token that is not finite spoils its own output and the gradients of its experts' weights, no more."""
+    ids, inputs = torch.arange(3, device="cuda").repeat(500)[:, None], case(1500, 1, 3, 256, 416)
+    inputs[0][1::3] = torch.inf  # those of expert 1
+    u, d_x, _, *d_w = results(ids, inputs)
+    fine = ids[:, 0] != 1
+    assert u[fine].isfinite().all() and d_x[fine].isfinite().all()
+    assert all(gradient[[0, 2]].isfinite().all() for gradient in d_w)
 
 
 @pytest.mark.parametrize("seed", range(25))

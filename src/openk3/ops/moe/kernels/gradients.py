@@ -152,7 +152,9 @@ class Blocks:
 # warps ptxas makes the three products wait for each other (C7515).
 HIDDEN = Tiles(rows=64, tail=0, features=64, depth=64, warps=4, stages=2)
 ROWS = Tiles(rows=128, tail=0, features=128, depth=64, warps=8, stages=2)
-WEIGHTS = Blocks(height=128, width=128, depth=64, warps=8, stages=3)
+# Blocks of 64 leave less of r1's 416 features empty than blocks of 128.
+TWO_WEIGHTS = Blocks(height=64, width=256, depth=64, warps=8, stages=3)
+ONE_WEIGHT = Blocks(height=128, width=128, depth=64, warps=8, stages=3)
 
 
 def hidden_gradients(
@@ -202,8 +204,9 @@ def weight_gradients(
 ) -> tuple[Tensor, Tensor]:
     """left^T right over each expert's rows, `[R, M]` (one or two) and `[R, N]` -> `[E, M, N]` each; an expert
     without rows gets 0. With one `left` both results are the same tensor."""
-    M, N, E, t = left_a.shape[1], right.shape[1], len(offsets) - 1, WEIGHTS
+    M, N, E = left_a.shape[1], right.shape[1], len(offsets) - 1
     neighbours = left_b is None
+    t = ONE_WEIGHT if neighbours else TWO_WEIGHTS
     left_b = left_a if left_b is None else left_b
     out_a = right.new_empty(E, M, N)
     out_b = out_a if neighbours else torch.empty_like(out_a)

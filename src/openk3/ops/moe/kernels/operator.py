@@ -1,8 +1,9 @@
 """The routed experts as one operator that torch.compile and checkpointing see, with its backward.
 
     forward    gather -> gate and up with their unit -> down -> sum over slots
-    backward   gather x and G -> gate, up, w2^T G and what follows from them -> gradients of weights and rows
+    backward   gather x and G -> gate, up, w2^T G and what follows from them -> gradients of rows and weights
 
+Narrow experts with many rows do all but the sum and the gradients of weights in one kernel (`narrow`).
 Kept for the backward: what came in, and the plan. The gradient of p needs no expert output (see `eager`).
 """
 
@@ -15,7 +16,7 @@ import torch
 
 from openk3.ops.activation import Activation
 from openk3.ops.kernel_operator import kernel_operator
-from openk3.ops.moe.kernels import few, gradients
+from openk3.ops.moe.kernels import few, gradients, narrow
 from openk3.ops.moe.kernels.plan import tile_starts
 from openk3.ops.moe.kernels.products import product, tiles_for
 from openk3.ops.moe.kernels.rows import combine, gather
@@ -74,9 +75,10 @@ def _expert_ffn(
     w1, w3, w2 = (_aligned(w) for w in (w1, w3, w2))
     if 0 < len(tokens) <= FEW * len(w1):
         out = forward_few(_aligned(x), tokens, offsets, w1, w3, w2, unit, gate_cap, up_cap)
+    elif narrow.suits(len(tokens), w1):
+        out = narrow.forward(x.contiguous(), tokens, w1, w3, w2, offsets, unit, gate_cap, up_cap)
     else:
-        rows = gather(x.contiguous(), tokens)
-        out = forward_rows(rows, offsets, w1, w3, w2, unit, gate_cap, up_cap)
+        out = forward_rows(gather(x.contiguous(), tokens), offsets, w1, w3, w2, unit, gate_cap, up_cap)
     return combine(out, rows_of, _router_weights(weights), x.dtype)
 
 
@@ -98,15 +100,21 @@ def _expert_ffn_backward(
         zeros = (torch.zeros_like(g, memory_format=torch.contiguous_format) for g in (x, weights, w1, w3, w2))
         return tuple(zeros)  # type: ignore[return-value]
     w1, w3, w2 = (_aligned(w) for w in (w1, w3, w2))
-    rows, d_out = gather(x.contiguous(), tokens), gather(d_u.contiguous(), tokens)
-    starts = tile_starts(offsets, gradients.HIDDEN.rows)
-    hidden, d_gate, d_up, d_p = gradients.hidden_gradients(
-        rows, d_out, w1, w3, w2, _router_weights(weights), order, offsets, starts, unit, gate_cap, up_cap
-    )
+    x, d_u, p = x.contiguous(), d_u.contiguous(), _router_weights(weights)
+    if narrow.suits(len(tokens), w1):
+        rows, d_out, hidden, d_gate, d_up, d_rows, d_p = narrow.backward(
+            x, d_u, tokens, w1, w3, w2, p, order, offsets, unit, gate_cap, up_cap
+        )
+    else:
+        rows, d_out = gather(x, tokens), gather(d_u, tokens)
+        starts = tile_starts(offsets, gradients.HIDDEN.rows)
+        hidden, d_gate, d_up, d_p = gradients.hidden_gradients(
+            rows, d_out, w1, w3, w2, p, order, offsets, starts, unit, gate_cap, up_cap
+        )
+        starts = tile_starts(offsets, gradients.ROWS.rows)
+        d_rows = gradients.row_gradients(d_gate, d_up, w1, w3, offsets, starts)
     d_w1, d_w3 = gradients.weight_gradients(d_gate, d_up, rows, offsets)
     d_w2, _ = gradients.weight_gradients(d_out, None, hidden, offsets)
-    starts = tile_starts(offsets, gradients.ROWS.rows)
-    d_rows = gradients.row_gradients(d_gate, d_up, w1, w3, offsets, starts)
     return combine(d_rows, rows_of, None, x.dtype), d_p[rows_of].to(weights.dtype), d_w1, d_w3, d_w2
 
 

@@ -1,9 +1,9 @@
 """The grouped products of the forward: tiles of one expert's rows against slabs of its features.
 
 Weights are the left operand and rows the right one: features fill the 64-row instructions exactly, and an
-expert's rows, 146 on average where 8,192 tokens visit 16 of 896 experts, by tiles of 128 + 32 columns, where
-a left operand would be padded to 192. All slabs of a tile follow each other, so an expert's weights
-are read from memory once and the rows stay in the cache.
+expert's rows, 146 on average where 8,192 tokens visit 16 of 896 experts, by tiles of 128, 160 or 192 columns,
+where a left operand would be padded to 192 or 256. All slabs of a tile follow each other, so an expert's
+weights are read from memory once and the rows stay in the cache.
 
 A program holds two products of one tile: gate and up of the same features, which meet in registers, or two
 neighbouring slabs of the down projection.
@@ -40,14 +40,14 @@ def _two(x, wa, wb, row, a_row, b_row, K, ROWS: tl.constexpr, FEATURES: tl.const
 @triton.jit
 def _four(
     x, x_tail, wa, wb, row, a_row, b_row, K,
-    ROWS: tl.constexpr, TAIL: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, TAIL: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The same for ROWS rows and the TAIL after them."""
     a = tl.zeros([FEATURES, ROWS], tl.float32)
     b = tl.zeros([FEATURES, ROWS], tl.float32)
     a_tail = tl.zeros([FEATURES, TAIL], tl.float32)
     b_tail = tl.zeros([FEATURES, TAIL], tl.float32)
-    for d in range(0, K, DEPTH):
+    for d in tl.range(0, K, DEPTH, num_stages=STAGES):
         right = x.load([row, d]).T
         tail = x_tail.load([row + ROWS, d]).T
         left = wa.load([a_row, d])
@@ -82,11 +82,22 @@ def _finish(
 
 
 @triton.jit
+def _finish_four(
+    out, a, b, a_tail, b_tail, row, count, slab, N, gate_cap, up_cap,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    _finish(out, a, b, row, ROWS, slab, N, gate_cap, up_cap, UNIT, ROWS, FEATURES)
+    _finish(out, a_tail, b_tail, row + ROWS, count - ROWS, slab, N, gate_cap, up_cap, UNIT, TAIL, FEATURES)
+
+
+@triton.jit
 def _product(
-    x, x_tail, wa, wb, out, offsets, starts, E, N, K, gate_cap, up_cap,
+    x, x_tail, x_half, wa, wb, out, offsets, starts, E, N, K, gate_cap, up_cap,
     UNIT: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = FEATURES if UNIT != "" else 2 * FEATURES  # output columns of a program
+    HALF: tl.constexpr = TAIL // 2
     slabs = tl.cdiv(N, WIDTH)
     tile = tl.program_id(0) // slabs
     slab = tl.program_id(0) % slabs
@@ -98,12 +109,20 @@ def _product(
     if TAIL == 0:
         a, b = _two(x, wa, wb, row, a_row, b_row, K, ROWS, FEATURES, DEPTH)
         _finish(out, a, b, row, count, slab, N, gate_cap, up_cap, UNIT, ROWS, FEATURES)
+    elif count > ROWS + HALF:
+        a, b, a_tail, b_tail = _four(
+            x, x_tail, wa, wb, row, a_row, b_row, K, ROWS, TAIL, FEATURES, DEPTH, STAGES - 1
+        )
+        _finish_four(
+            out, a, b, a_tail, b_tail, row, count, slab, N, gate_cap, up_cap, UNIT, ROWS, TAIL, FEATURES
+        )
     elif count > ROWS:
-        a, b, a_tail, b_tail = _four(x, x_tail, wa, wb, row, a_row, b_row, K, ROWS, TAIL, FEATURES, DEPTH)
-        _finish(out, a, b, row, ROWS, slab, N, gate_cap, up_cap, UNIT, ROWS, FEATURES)
-        row += ROWS
-        count -= ROWS
-        _finish(out, a_tail, b_tail, row, count, slab, N, gate_cap, up_cap, UNIT, TAIL, FEATURES)
+        a, b, a_tail, b_tail = _four(
+            x, x_half, wa, wb, row, a_row, b_row, K, ROWS, HALF, FEATURES, DEPTH, STAGES
+        )
+        _finish_four(
+            out, a, b, a_tail, b_tail, row, count, slab, N, gate_cap, up_cap, UNIT, ROWS, HALF, FEATURES
+        )
     else:
         a, b = _two(x, wa, wb, row, a_row, b_row, K, ROWS, FEATURES, DEPTH)
         _finish(out, a, b, row, count, slab, N, gate_cap, up_cap, UNIT, ROWS, FEATURES)
@@ -111,7 +130,10 @@ def _product(
 
 @dataclass(frozen=True)
 class Tiles:
-    """Block sizes of a grouped product: rows of an expert and their tail, features, depth of a step."""
+    """Block sizes of a grouped product: rows of an expert and their tail, features, depth of a step.
+
+    Half a tail is taken where that is enough. A whole one costs a stage.
+    """
 
     rows: int
     tail: int
@@ -125,9 +147,9 @@ class Tiles:
         return self.rows + self.tail
 
 
-# Few rows an expert: the weights' bytes count, so one tile holds them all. Many: two programs an SM hide the
-# ends of their short loops behind each other.
-FEW = Tiles(rows=128, tail=32, features=128, depth=64, warps=8, stages=4)
+# Few rows an expert: what passes from the L2 cache counts, so one tile holds all rows. Many: two programs an
+# SM hide the ends of their short loops behind each other.
+FEW = Tiles(rows=128, tail=64, features=128, depth=64, warps=8, stages=4)
 MANY = Tiles(rows=128, tail=0, features=64, depth=64, warps=4, stages=3)
 
 
@@ -149,15 +171,18 @@ def product(
     out = x.new_empty(R, N)
     if R == 0:
         return out
-    tail = TensorDescriptor.from_tensor(x, [tiles.tail or tiles.rows, tiles.depth])
+    tail, half = (
+        TensorDescriptor.from_tensor(x, [rows or tiles.rows, tiles.depth])
+        for rows in (tiles.tail, tiles.tail // 2)
+    )
     block = [tiles.features, tiles.depth]
     slabs = triton.cdiv(N, tiles.features if unit else 2 * tiles.features)
     _product[(most_tiles(R, E, tiles.height) * slabs,)](
-        TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), tail,
+        TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), tail, half,
         TensorDescriptor.from_tensor(wa.view(E * N, K), block),
         TensorDescriptor.from_tensor(wb.view(E * N, K), block),
         out, offsets, starts, E, N, K, gate_cap, up_cap,
         UNIT=unit, ROWS=tiles.rows, TAIL=tiles.tail, FEATURES=tiles.features, DEPTH=tiles.depth,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out

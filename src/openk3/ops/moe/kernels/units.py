@@ -45,25 +45,28 @@ def _tanh(n: str, d: str, e: str, x: str, cap: str) -> str:
         selp.f32 {n}, {n}, t, near;"""
 
 
-def _one_and_exp(out: str, x: str, sign: int) -> str:
-    """PTX for 1 + exp(sign x)."""
+def _sigmoid_pair(larger: str, smaller: str, x: str) -> str:
+    """PTX for sigmoid(|x|) and sigmoid(-|x|), neither as 1 - the other."""
     return f"""
-        mul.ftz.f32 {out}, {x}, {_number(sign * LOG2E.value)};
-        ex2.approx.ftz.f32 {out}, {out};
-        add.ftz.f32 {out}, {out}, {_number(1)};"""
+        abs.ftz.f32 {smaller}, {x};
+        mul.ftz.f32 {smaller}, {smaller}, {_number(-LOG2E.value)};
+        ex2.approx.ftz.f32 {smaller}, {smaller};
+        add.ftz.f32 {larger}, {smaller}, {_number(1)};
+        rcp.approx.ftz.f32 {larger}, {larger};
+        mul.ftz.f32 {smaller}, {smaller}, {larger};"""
 
 
 _REGISTERS = "{ .reg .f32 a, s, t, n, d, e, m, f, g, o, q; .reg .pred near;"
 # $0 <- unit($3 gate, $4 up), $1 and $2 <- its derivatives by gate and up; $5, $6 the inverse caps, $7, $8 the
-# caps. tanh' = 4 e / d^2 and sigmoid(-x) = 1 / (1 + exp x): 1 - tanh^2 and 1 - sigmoid would cancel.
+# caps. tanh' = 4 e / d^2: 1 - tanh^2 would cancel. o and q are sigmoid(+-gate).
 SITU_PARTIALS = tl.constexpr(
     f"""{_REGISTERS}
     {_tanh("n", "d", "e", "$3", "$5")}
     {_tanh("m", "f", "g", "$4", "$6")}
-    {_one_and_exp("o", "$3", -1)}
-    {_one_and_exp("q", "$3", 1)}
-        rcp.approx.ftz.f32 o, o;
-        rcp.approx.ftz.f32 q, q;
+    {_sigmoid_pair("t", "s", "$3")}
+        setp.lt.f32 near, $3, {_number(0)};
+        selp.f32 o, s, t, near;
+        selp.f32 q, t, s, near;
         rcp.approx.ftz.f32 d, d;
         rcp.approx.ftz.f32 f, f;
         mul.ftz.f32 n, n, d;

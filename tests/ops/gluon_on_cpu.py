@@ -1,0 +1,269 @@
+"""Runs a kernel in Gluon for Hopper on a CPU, program after program: what it computes and what it breaks.
+
+Layouts and lanes do not exist here: a tile is a float64 tensor. What the card does late is done as late as it
+may be, so that reading too early or overwriting too early gives NaN or an error:
+
+    a copy by the copy engine   makes its tile NaN when it starts, and fills it when its barrier is waited for
+    a warpgroup product         reads its operands when it is waited for
+
+Errors: waiting for a phase that no copy completes, another number of bytes than expected, a product's result
+taken before it is waited for, reading by products what no fence and barrier of the threads published, and
+copies over a tile that some warp may still be reading.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class Pointer:
+    """Into a contiguous tensor; `pointer + offsets`."""
+
+    def __init__(self, data: Tensor, offset: Any = 0) -> None:
+        self.data, self.offset = data, offset
+        self.dtype = types.SimpleNamespace(element_ty=torch.float64)
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.data, self.offset + more)
+
+
+class Shared:
+    """A tile of shared memory, or a ring of them."""
+
+    def __init__(self, machine: Machine, data: Tensor) -> None:
+        self.machine, self.data = machine, data
+        self.unpublished = False
+        self.read_in = -1  # between which barriers of the threads a product last read it
+        self.parts: dict[int, Any] = {}
+
+    def index(self, i: Any) -> Any:
+        return self.parts.setdefault(int(i), Shared(self.machine, self.data[int(i)]))
+
+    def permute(self, order: tuple[int, ...]) -> View:
+        return View(self, order)
+
+    def store(self, value: Tensor) -> None:
+        self.data.copy_(value)
+        self.unpublished = True
+        self.machine.stored.append(self)
+
+    def load(self, layout: object) -> Tensor:
+        return self.data.clone()
+
+
+class View:
+    def __init__(self, tile: Shared, order: tuple[int, ...]) -> None:
+        self.tile, self.order = tile, order
+
+
+class Barrier:
+    def __init__(self) -> None:
+        self.expected = self.phases = 0
+        self.copies: list[tuple[Shared, Tensor]] = []
+
+
+class Ring:
+    """Barriers, one a stage."""
+
+    def __init__(self, number: int) -> None:
+        self.barriers = [Barrier() for _ in range(number)]
+
+    def index(self, i: Any) -> Barrier:
+        return self.barriers[int(i)]
+
+
+class Product:
+    """A warpgroup product under way; `value` when it is done."""
+
+    def __init__(self, left: Any, right: Any, acc: Any) -> None:
+        self.operands, self.acc = (left, right), acc
+        self.value: Tensor | None = None
+
+
+class Machine:
+    """One program's view of the card, under the names that kernels use."""
+
+    BYTES = 2  # of an element as the kernel counts them
+
+    def __init__(self, program: int) -> None:
+        self.program, self.barriers_passed = program, 0
+        self.under_way: list[Product] = []
+        self.stored: list[Shared] = []
+        self.fenced = False
+
+    # memory
+    def load(self, pointer: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
+        offset = torch.as_tensor(pointer.offset)
+        if mask is not None:
+            offset, mask = torch.broadcast_tensors(offset, mask)
+            offset = offset.where(mask, 0)
+        value = pointer.data.flatten()[offset]
+        return value if mask is None else value.where(mask, torch.as_tensor(other, dtype=value.dtype))
+
+    def store(self, pointer: Pointer, value: Tensor, mask: Tensor) -> None:
+        offset, mask, value = torch.broadcast_tensors(pointer.offset, mask, value)
+        pointer.data.view(-1)[offset[mask]] = value[mask].to(pointer.data.dtype)
+
+    def allocate_shared_memory(self, dtype: Any, shape: list[int], layout: object) -> Any:
+        if dtype is torch.int64:
+            return Ring(shape[0])
+        return Shared(self, torch.full(shape, float("nan"), dtype=torch.float64))
+
+    # order
+    def fence_async_shared(self) -> None:
+        self.fenced = True
+
+    def thread_barrier(self) -> None:
+        self.barriers_passed += 1
+        if self.fenced:
+            for tile in self.stored:
+                tile.unpublished = False
+            self.stored.clear()
+        self.fenced = False
+
+    # copies
+    def expect(self, barrier: Barrier, number: int, pred: Any = True) -> None:
+        if pred:
+            assert not barrier.expected and not barrier.copies, (
+                "a stage is begun again before it is waited for"
+            )
+            barrier.expected = number
+
+    def async_copy_global_to_shared(
+        self, source: tuple[Tensor, list[int]], place: list[Any], barrier: Barrier, tile: Shared, pred: Any
+    ) -> None:
+        if not pred:
+            return
+        assert tile.read_in < self.barriers_passed, "a copy overwrites what a warp may be reading"
+        assert not any(tile is of(o) for product in self.under_way for o in product.operands), "still needed"
+        matrix, (height, width) = source
+        row, column = (int(i) for i in place)
+        block = torch.zeros(height, width, dtype=torch.float64)
+        inside = matrix[row : row + height, column : column + width]
+        block[: inside.shape[0], : inside.shape[1]] = inside
+        tile.data.fill_(float("nan"))
+        barrier.copies.append((tile, block))
+
+    def wait(self, barrier: Barrier, phase: Any) -> None:
+        if barrier.copies:
+            assert barrier.expected == self.BYTES * sum(block.numel() for _, block in barrier.copies)
+            for tile, block in barrier.copies:
+                tile.data.copy_(block)
+            barrier.copies, barrier.expected = [], 0
+            barrier.phases += 1
+        assert barrier.phases and (barrier.phases - 1) & 1 == int(phase), "this wait never ends"
+
+    # products
+    def warpgroup_mma(
+        self, left: Any, right: Any, acc: Any, *, use_acc: bool = True, is_async: bool
+    ) -> Product:
+        product = Product(left, right, acc if use_acc else None)
+        self.under_way.append(product)
+        return product
+
+    def warpgroup_mma_wait(self, pending: int, deps: tuple[Any, ...]) -> Any:
+        while len(self.under_way) > pending:
+            product = self.under_way.pop(0)
+            left, right = (self._operand(operand) for operand in product.operands)
+            product.value = left @ right
+            if product.acc is not None:
+                product.value = product.value + settled(product.acc)
+        values = tuple(settled(d) for d in deps)
+        return values[0] if len(values) == 1 else values
+
+    def _operand(self, operand: Any) -> Tensor:
+        if isinstance(operand, Tensor):
+            return operand
+        tile = of(operand)
+        assert not tile.unpublished, "a product reads what no fence and barrier publish"
+        tile.read_in = self.barriers_passed
+        return tile.data.permute(operand.order) if isinstance(operand, View) else tile.data
+
+
+def of(operand: Any) -> Any:
+    return operand.tile if isinstance(operand, View) else operand
+
+
+def settled(x: Any) -> Tensor:
+    value = x.value if isinstance(x, Product) else x
+    assert value is not None, "a result is taken before its product is waited for"
+    return value
+
+
+LAYOUTS = (
+    "NVMMADistributedLayout",
+    "DotOperandLayout",
+    "BlockedLayout",
+    "DistributedLinearLayout",
+    "NVMMASharedLayout",
+    "SliceLayout",
+)
+
+
+def names(machine: Machine) -> dict[str, Any]:
+    """What a kernel finds under the names that it imports from Gluon."""
+    no_layout = lambda *a, **k: None  # noqa: E731
+    no_layout.get_default_for = no_layout  # type: ignore[attr-defined]
+    gl = types.SimpleNamespace(**dict.fromkeys(LAYOUTS, no_layout))
+    gl.load, gl.store, gl.thread_barrier = machine.load, machine.store, machine.thread_barrier
+    gl.allocate_shared_memory = machine.allocate_shared_memory
+    gl.program_id = lambda axis: torch.tensor(machine.program)
+    gl.num_warps = lambda: 8
+    gl.static_range = range
+    gl.arange = lambda low, high, layout: torch.arange(low, high)
+    gl.zeros = lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype)
+    gl.convert_layout = lambda x, layout: x
+    gl.reshape, gl.permute, gl.sum = torch.reshape, torch.permute, torch.sum
+    gl.split, gl.join = (lambda x: x.unbind(-1)), (lambda a, b: torch.stack([a, b], -1))
+    gl.int64, gl.float32 = torch.int64, torch.float64
+    return {
+        "gl": gl,
+        "tl": types.SimpleNamespace(
+            load=machine.load, where=torch.where, minimum=lambda a, b: a.clamp(max=b)
+        ),
+        "fence_async_shared": machine.fence_async_shared,
+        "mbarrier": types.SimpleNamespace(
+            init=lambda barrier, count: None,
+            expect=machine.expect,
+            wait=machine.wait,
+            MBarrierLayout=no_layout,
+        ),
+        "tma": machine,
+        "warpgroup_mma": machine.warpgroup_mma,
+        "warpgroup_mma_init": lambda x: x,
+        "warpgroup_mma_wait": machine.warpgroup_mma_wait,
+    }
+
+
+def as_python(kernel: Any, found: dict[str, Any], instead: dict[str, Any]) -> Callable[..., Any]:
+    """The Python function of a kernel, those it calls included, with `found` and `instead` as globals."""
+    scope = {name: getattr(v, "value", v) for name, v in kernel.fn.__globals__.items()}
+    function = types.FunctionType(kernel.fn.__code__, scope, kernel.fn.__name__, kernel.fn.__defaults__)
+    function.__kwdefaults__ = kernel.fn.__kwdefaults__
+    for name in kernel.fn.__code__.co_names:
+        if hasattr(scope.get(name), "fn") and name not in instead:
+            scope[name] = as_python(scope[name], found, instead)
+    scope.update(found)
+    scope.update(instead)
+    return function
+
+
+def run(
+    kernel: Any,
+    programs: int,
+    arguments: list[Any],
+    instead: Callable[[Machine], dict[str, Any]],
+    **more: Any,
+):
+    """Runs every program. Tensors become pointers; `(matrix, block)` is a descriptor."""
+    arguments = [Pointer(x) if isinstance(x, Tensor) else x for x in arguments]
+    for program in range(programs):
+        machine = Machine(program)
+        as_python(kernel, names(machine), instead(machine))(*arguments, **more)
+        assert not machine.under_way
