@@ -131,9 +131,10 @@ def test_a_graph_computes_what_the_step_does_to_the_bit(model, n, implementation
         stepper, slots, _ = loaded(model, n, graphs=graphs, implementation=implementation)
         tokens = torch.arange(n, device="cuda")
         steps = [stepper(tokens + i, slots).clone() for i in range(3)]
-        layers = [x.clone() for layer in stepper.memory.layers for x in vars(layer).values()]
-        results.append([*steps, *layers, stepper.memory.lengths.clone()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        # The last slot is the spare: capturing has written there.
+        layers = [x[:-1].clone() for layer in stepper.memory.layers for x in vars(layer).values()]
+        results.append([*steps, *layers, stepper.memory.lengths[:-1].clone()])
+    assert [torch.equal(a, b) for a, b in zip(*results, strict=True)] == [True] * len(results[0])
 
 
 def test_rows_of_no_sequence_change_no_slot_and_no_other_row(model):

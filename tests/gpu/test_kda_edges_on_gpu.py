@@ -64,33 +64,30 @@ def test_a_state_is_read_behind_decays_whose_factor_alone_is_too_small_for_fp32(
     """Behind `forgetting` rows at the bound, the others of 32 forget nothing, and all after them do.
 
     Row 32 reads 2^-22 and 2^-108 of the state; the middle of its tile of 32 rows lies 2^-130 below the start
-    in Hopper's layouts (K = 128), and that of its block of 16 rows 2^-159 in the plain kernel. The inverse is
-    fp16: it drops what pairs below 2^-24 correct, here up to a fifth of a row, but not the state.
+    in Hopper's layouts (K = 128), and that of its block of 16 rows 2^-159 in the plain kernel. Nothing is
+    written (beta 0): the inverse is fp16 and drops what pairs below 2^-24 correct.
     """
     raw = _draw(K, 2, [64], shift=0.0)
     raw["z"][:] = 40.0
     raw["z"][forgetting:32] = -60.0
+    raw["b"][:] = -200.0
     raw["v"].zero_()
     state = 2.0**size * torch.randn(
         1, 2, K, K, device="cuda", generator=torch.Generator("cuda").manual_seed(1)
     )
     mine = _gradients(raw, state)
     oracle = _gradients(_double(raw), state, implementation="eager")
-    for name in ("d_q", "d_k"):
-        for t in range(32, 36):
-            assert relative_error(mine[name][t], oracle[name][t]) < 0.4, (name, t)
+    for t in range(32, 35):  # the next is behind 2^-130, which fp32 does not hold
+        assert oracle["d_q"][t].norm() > 0
+        assert relative_error(mine["d_q"][t], oracle["d_q"][t]) < 1e-2, t
 
 
 @pytest.mark.parametrize("K", [64, 128])
-@pytest.mark.parametrize("scale", [1e-9, -3e-4])
-def test_a_small_scale_takes_no_digits_from_outputs_and_gradients(scale, K):
+@pytest.mark.parametrize("scale", [2.0**-30, -(2.0**-12)])
+def test_a_power_of_two_as_scale_changes_exponents_alone(scale, K):
+    """So a small scale takes no digits from outputs and gradients."""
     raw = _draw(K, 2, [64], shift=20.0)
     state = torch.randn(1, 2, K, K, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    errors = {}
-    for factor in (scale, 1.0):
-        mine = _gradients(raw, state, scale=factor)
-        oracle = _gradients(_double(raw), state, scale=factor, implementation="eager")
-        errors[factor] = {(n, t): relative_error(mine[n][t], oracle[n][t]) for n in mine for t in range(64)}
-    # Rows whose pairs nearly cancel are far off at any scale.
-    worse = {at: e for at, e in errors[scale].items() if not e < 1.5 * errors[1.0][at] + 2e-3}
-    assert not worse, worse
+    whole, scaled = (_gradients(raw, state, scale=factor) for factor in (1.0, scale))
+    for name, expected in whole.items():
+        assert torch.equal(scaled[name] / scale, expected), name

@@ -23,7 +23,8 @@ def test_every_kernel_of_a_step_has_a_part(recompute):
     assert sum(seconds.values()) + measured.idle == pytest.approx(measured.whole, rel=1e-6)
     for part in set(parts.MODEL_PARTS) - {parts.RESIDUAL, parts.MTP}:
         assert seconds.get((part, "forward")), part
-        assert seconds.get((part, "backward")), part
+        if part != parts.EXPERT_DISPATCH:  # its gradients are taken by the experts' and the router's kernels
+            assert seconds.get((part, "backward")), part
     for part in (parts.CLIPPING, parts.NEWTON_SCHULZ, parts.UPDATE, parts.BALANCE):
         assert seconds.get((part, "step")), part
     busy = measured.whole - measured.idle

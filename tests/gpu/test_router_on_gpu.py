@@ -116,6 +116,7 @@ def test_the_gradient_of_the_router_keeps_more_digits_than_bf16():
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_choice_is_the_equations_where_it_is_clear_and_counts_are_of_the_choice(shape, masked):
     T, d, E, width, k = SHAPES[shape]
+    near = 1e-6 * max(1, d / 1024)  # logits are sums of d products in fp32
     inputs = draw(T, d, E, width)
     x, router, _, bias = inputs
     mask = torch.rand(T, device="cuda") < 0.7 if masked else None
@@ -125,10 +126,10 @@ def test_the_choice_is_the_equations_where_it_is_clear_and_counts_are_of_the_cho
     biased = scores + bias
     wanted = route(x.double() @ router.double().T, bias.double(), k)
     chosen = biased.gather(1, routing.ids)
-    assert (chosen - biased.gather(1, wanted.ids)).abs().max() < 1e-6
-    assert (chosen[:, 1:] <= chosen[:, :-1] + 1e-6).all()
+    assert (chosen - biased.gather(1, wanted.ids)).abs().max() < near
+    assert (chosen[:, 1:] <= chosen[:, :-1] + near).all()
     assert (routing.ids.sort(1).values.diff(dim=1) > 0).all()
-    assert (routing.cutoff - wanted.cutoff).nan_to_num(nan=0).abs().max() < 1e-6
+    assert (routing.cutoff - wanted.cutoff).nan_to_num(nan=0).abs().max() < near
     counted = routing.ids if mask is None else routing.ids[mask]
     assert torch.equal(entry.load, torch.bincount(counted.flatten(), minlength=E))
     histogram = required_bias_histogram(
@@ -136,7 +137,7 @@ def test_the_choice_is_the_equations_where_it_is_clear_and_counts_are_of_the_cho
     )
     assert torch.equal(entry.histogram.sum(1), histogram.sum(1))
     moved = (entry.histogram - histogram).cumsum(1).abs().sum()
-    assert moved <= 2e-4 * T * E + 1
+    assert moved <= 200 * near * T * E + 1
     made, sorted_ = plan(routing.ids, E, counts=routing.counts), plan(routing.ids.cpu(), E)
     for name in ("order", "tokens", "rows", "offsets"):
         assert torch.equal(getattr(made, name).cpu(), getattr(sorted_, name)), name

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from openk3.errors import InvalidInput
-from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
+from openk3.ops.dispatch import Implementation, Kernel, choose
 from openk3.ops.mx.rounding import KERNEL as ROUNDING_KERNEL
 from openk3.ops.mx.rounding import mxfp4_rounded, mxfp8_rounded
 from openk3.ops.precision import own_dtypes
@@ -37,7 +37,9 @@ LARGEST_SCALE = 252
 _EXACT = (torch.bfloat16, torch.float32, torch.float64)
 
 KERNEL = Kernel(
-    "encode_mxfp4, decode_mxfp4", takes="bf16, fp16 or fp32; decoded to bf16 or fp32", checked_on=NOWHERE
+    "encode_mxfp4, decode_mxfp4",
+    takes="bf16, fp16 or fp32; decoded to bf16 or fp32",
+    checked_on="H200 (sm_90)",
 )
 KERNELS = (KERNEL, ROUNDING_KERNEL)
 

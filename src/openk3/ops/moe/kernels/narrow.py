@@ -145,7 +145,7 @@ FORWARD = Slabs(rows=128, features=32, warps=8, stages=3)
 BACKWARD = Slabs(rows=128, features=32, warps=8, stages=2)
 WIDEST = 256  # columns of rows that stay
 FEWEST = 256  # rows of an expert on average that pay for the packing
-HOPPER = False  # the kernels in Gluon, which no card has run yet; bench/moe_gpu.py --variants does
+HOPPER = True  # the kernels in Gluon where they can be; by bench/moe_gpu.py --forms the fastest on an H200
 
 
 def suits(rows: int, w1: Tensor) -> bool:
