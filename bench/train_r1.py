@@ -23,14 +23,12 @@ import math
 import os
 import shutil
 import statistics
-import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
@@ -236,28 +234,6 @@ def real(arguments: argparse.Namespace) -> list[dict[str, object]]:
     )
 
 
-@contextmanager
-def eager_forms() -> Iterator[None]:
-    """No kernel of ours runs by default."""
-    choose = dispatch.choose
-    modules = [
-        m
-        for name, m in sys.modules.items()
-        if name.startswith("openk3") and getattr(m, "choose", None) is choose
-    ]
-
-    def eager(operator: str, x: torch.Tensor, wanted: Any, **options: Any) -> Any:
-        return choose(operator, x, wanted, **(options | {"by_default": False}))
-
-    for module in modules:
-        module.choose = eager  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.choose = choose  # type: ignore[attr-defined]
-
-
 def losses(config: TrainConfig, data: TrainingData, most: int, seconds: float) -> list[float]:
     state, unread, found = fresh(config, data), None, []
     end = time.perf_counter() + seconds
@@ -281,7 +257,7 @@ def compare(arguments: argparse.Namespace) -> list[dict[str, object]]:
     began = time.perf_counter()
     found["kernels"] = losses(whole, data, arguments.steps, arguments.limit)
     print(f"kernels: {len(found['kernels'])} steps in {time.perf_counter() - began:.1f} s", flush=True)
-    with eager_forms():
+    with patch.object(dispatch, "BY_DEFAULT", False):
         for name, config in (("eager", whole), ("eager, in halves", halves)):
             began = time.perf_counter()
             found[name] = losses(config, data, arguments.steps, arguments.limit)

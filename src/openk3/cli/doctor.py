@@ -39,7 +39,7 @@ def doctor(
     from rich.console import Console
     from rich.table import Table
 
-    from openk3.ops.dispatch import triton_problem
+    from openk3.ops.dispatch import BY_DEFAULT, triton_problem
 
     console = Console()
     where = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -61,7 +61,7 @@ def doctor(
     operators = Table("operator", "runs as", "why", title=f"operators on {where.type}", title_justify="left")
     kernels = Table("kernels of", "take", "checked on", title="GPU kernels", title_justify="left")
     compiled: dict[str, list[str]] = {}
-    modules = {name: f"openk3.ops.{name}" for name in operator_names()}
+    modules = {name: f"openk3.ops.{name}" for name in sorted([*operator_names(), "activation"])}
     for name, module in {**modules, "optim": "openk3.optim.fused"}.items():
         own = getattr(importlib.import_module(module), "KERNELS", ())
         for kernel in own:
@@ -75,6 +75,8 @@ def doctor(
             operators.add_row(name, "eager", "no GPU kernel yet")
         elif not any(kernel.checked for kernel in own):
             operators.add_row(name, "eager", "no card has run its kernels yet: only where asked for")
+        elif not BY_DEFAULT:
+            operators.add_row(name, "eager", "OPENK3_KERNELS=off: only where asked for")
         elif problem:
             operators.add_row(name, "error", problem)
         else:

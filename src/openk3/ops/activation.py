@@ -18,7 +18,8 @@ from openk3.ops.situ import situ_glu
 from openk3.ops.situ.eager import situ_forward, situ_partials
 
 Kind = Literal["situ", "swiglu", "glu"]
-HALVES = Kernel("Activation.of_halves", takes="any shape; bf16, fp16 or fp32", checked_on="H200 (sm_90)")
+KERNEL = Kernel("Activation.of_halves", takes="any shape; bf16, fp16 or fp32", checked_on="H200 (sm_90)")
+KERNELS = (KERNEL,)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Activation:
         """
         if both.dim() == 0 or both.shape[-1] % 2:
             raise InvalidInput(f"Activation: both is {tuple(both.shape)}; its last axis must have halves")
-        if choose("activation", both, implementation, by_default=HALVES.checked) == "triton":
+        if choose("activation", both, implementation, by_default=KERNEL.checked) == "triton":
             from openk3.ops.gated_unit_kernels import gated_unit_halves
 
             return gated_unit_halves(both, self.kind, self.gate_cap, self.up_cap)
@@ -75,7 +76,7 @@ class Activation:
 
     def takes_halves(self, x: torch.Tensor) -> bool:
         """Whether gate and up are best made by one product of x: where kernels read them from there."""
-        return HALVES.checked and x.is_cuda and choose("activation", x, None) == "triton"
+        return choose("activation", x, None, by_default=KERNEL.checked) == "triton"
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """The same without autograd, for those who write their own backward."""

@@ -13,13 +13,21 @@ from typing import Literal
 
 import torch
 
-from openk3.errors import KernelUnavailable
+from openk3.errors import InvalidInput, KernelUnavailable
 
 Implementation = Literal["reference", "eager", "triton"]
 
 
+def _by_default(said: str) -> bool:
+    if said not in ("on", "off"):
+        raise InvalidInput(f"OPENK3_KERNELS={said!r}: must be on or off")
+    return said == "on"
+
+
 # Looked up once, where torch.compile does not follow.
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+# OPENK3_KERNELS=off: GPU kernels run only where "triton" is asked for; to compare, and to find faults.
+BY_DEFAULT = _by_default(os.environ.get("OPENK3_KERNELS", "on"))
 
 
 NOWHERE = "none yet"
@@ -61,10 +69,11 @@ def choose(
 
     `kernels` is False where no GPU kernel takes the inputs: the default is "eager" on every device then. No
     kernel takes float64, the precision of oracles. `by_default` is False where no card has checked the
-    kernels: they run only if "triton" is forced.
+    kernels: they run only if "triton" is forced. With OPENK3_KERNELS=off in the environment none does by
+    default.
     """
     kernels = kernels and x.dtype != torch.float64
-    chosen = wanted or ("triton" if x.is_cuda and kernels and by_default else "eager")
+    chosen = wanted or ("triton" if x.is_cuda and kernels and by_default and BY_DEFAULT else "eager")
     if chosen == "triton" and not kernels:
         raise KernelUnavailable(f"{operator}: has no Triton kernel for this; ask for implementation='eager'")
     if chosen == "triton" and (problem := triton_problem(x.device.type)):
