@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from openk3.errors import CheckpointError, InvalidInput
 from openk3.train.config import TrainConfig
 from openk3.train.data import TrainingData
 from openk3.train.loop import run
+from openk3.train.progress import Silent
 
 STEPS = 24
 MANY_STEPS = 80
@@ -187,3 +189,23 @@ def test_the_step_before_one_that_cannot_be_read_has_its_row(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"train\.tokens"):
         run(config, tmp_path, data=TrainingData(Vanishing(data.stream)))
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    later, save = threading.Event(), CheckpointStore.save
+    seen: list[list[int]] = []
+
+    def slow(store: CheckpointStore, step: int, *state: Any, **config: Any) -> Path:
+        assert step != 4 or later.wait(30)
+        return save(store, step, *state, **config)
+
+    class Watcher(Silent):
+        def stepped(self, at: dict[str, Any]) -> None:
+            if at["step"] == 6:  # two steps after the save of step 4 began
+                seen.append(CheckpointStore(tmp_path / "run" / "checkpoints").steps())
+                later.set()
+
+    monkeypatch.setattr(CheckpointStore, "save", slow)
+    tiny_run(tiny_config(train={"steps": 8}), tmp_path / "run", progress=Watcher())
+    assert seen == [[]]
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == [4, 8]

@@ -1,6 +1,7 @@
 """What is kept on disk: the state of a training run, and the small atomic writes that everything else uses.
 
 `train_state`  `CheckpointStore`: save, load and keep the full state of a run
+`background`   saves while training goes on
 `official`     the released safetensors layout, in and out
 `streamed`     generation from such a checkpoint when it is larger than memory
 `rng`          the state of the random number generators, as part of that state

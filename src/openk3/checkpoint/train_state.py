@@ -18,9 +18,9 @@ goes through these steps in this order; a process may die between any two, or in
 
 Steps only grow: a run that goes back says so with `rewind`, or "latest" would mean an abandoned future.
 
-Saving is synchronous, on purpose: the state is read while nothing changes it. The module does not know what
-a model or an optimizer is, when to save, or what the configuration means. `.metadata` is a pickle, as DCP
-writes it: load only checkpoints from people you trust.
+Saving is synchronous: the state is read while nothing changes it (`background` copies it first). The module
+does not know what a model or an optimizer is, when to save, or what the configuration means. `.metadata` is a
+pickle, as DCP writes it: load only checkpoints from people you trust.
 """
 
 from __future__ import annotations

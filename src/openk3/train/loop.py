@@ -1,8 +1,8 @@
 """The training loop (report §3.3): steps, and between them metrics -> evaluation -> checkpoint.
 
 A step (`openk3.train.step`) is read while the next one runs; before an evaluation or a checkpoint it is read
-at once, so that nothing is saved of a step that went wrong. The loop knows the order and nothing else: what
-each part does is in the part.
+at once, so that nothing is saved of a step that went wrong. A checkpoint is written while steps go on. The
+loop knows the order and nothing else: what each part does is in the part.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from openk3.checkpoint.atomic import atomic_write_text, make_folder
+from openk3.checkpoint.background import BackgroundSaves
 from openk3.checkpoint.jsonl import read_jsonl
 from openk3.checkpoint.lock import only_writer
 from openk3.checkpoint.train_state import CheckpointStore
@@ -103,11 +104,19 @@ def _run(
     peak = config.logging.peak_flops or _known_peak(state.model)
     peak = None if peak is None else peak * reduction.ranks
 
-    with MetricsLog(folder, state.step, tensorboard=config.logging.tensorboard) as log, state.feed:
+    with (
+        MetricsLog(folder, state.step, tensorboard=config.logging.tensorboard) as log,
+        state.feed,
+        BackgroundSaves(store) as saves,
+    ):
         progress.begins(state.step, steps)
         for note in data.notes:
             progress.notes(note)
         begun = clock = time.perf_counter()
+
+        def died(error: TrainingDiverged, step: int) -> TrainingDiverged:
+            saves.settle()  # the checkpoint being written may be the last good one
+            return TrainingDiverged(_obituary(error, step, store))
 
         def finish(unread: Unread, *, evaluation: bool = False) -> None:
             """Read a step and write its row."""
@@ -115,7 +124,7 @@ def _run(
             try:
                 row = read(state, unread, peak)
             except TrainingDiverged as error:
-                raise TrainingDiverged(_obituary(error, unread.step, store)) from error
+                raise died(error, unread.step) from error
             if fresh and unread.step == 1:
                 row |= _first_loss(row["loss"], config.model.vocab_size)
             if evaluation:
@@ -128,6 +137,7 @@ def _run(
 
         unread: Unread | None = None
         while state.step < steps:
+            saves.check()
             try:
                 launched = launch(state, config, reduction)
             finally:  # also where this one failed: what was wrong with the one before may be why
@@ -136,16 +146,16 @@ def _run(
             try:
                 unread = update(state, config, reduction, launched)
             except TrainingDiverged as error:  # on the CPU, where nothing keeps a bad logit from being seen
-                raise TrainingDiverged(_obituary(error, launched.step, store)) from error
+                raise died(error, launched.step) from error
             stops = seconds is not None and time.perf_counter() - begun >= seconds
             evaluates = bool(data.validation) and _due(state.step, steps, config.evaluation.every)
-            saves = stops or _due(state.step, steps, config.checkpoint.every)
-            if evaluates or saves:
+            keeps = stops or _due(state.step, steps, config.checkpoint.every)
+            if evaluates or keeps:
                 finish(unread, evaluation=evaluates)
                 unread = None
-            if saves:
+            if keeps:
                 log.sync()
-                store.save(state.step, state.tree(), config=decisive(config, data))
+                saves.save(state.step, state.tree(), config=decisive(config, data))
             if stops:
                 break
     log_file = folder / "metrics.jsonl"
