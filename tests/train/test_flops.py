@@ -124,7 +124,7 @@ def test_recurrence_counts_the_three_products_of_the_report():
     assert model_flops(config, [n]).recurrence == 3 * kda_layers * sum(ops.values()) * 3 // 2
 
 
-@pytest.mark.parametrize("name", ["nano", "micro", "r1", "k3", "linear-48b"])
+@pytest.mark.parametrize("name", ["nano", "micro", "r1", "1b", "k3", "linear-48b"])
 def test_weights_per_token_are_the_active_parameters_less_vectors_and_look_up(name):
     """Two independent counts: closed form here, the tensors of the meta model there."""
     config = preset(name)

@@ -34,7 +34,7 @@ def changed(config: ModelConfig, **tables: dict[str, Any]) -> ModelConfig:
 def variants() -> dict[str, ModelConfig]:
     nano = preset("nano")
     return {
-        **{name: preset(name) for name in ("nano", "micro", "r1", "linear-48b", "k3")},
+        **{name: preset(name) for name in ("nano", "micro", "r1", "1b", "linear-48b", "k3")},
         "mtp": nano.model_copy(update={"mtp_layers": 1}),
         "untied": nano.model_copy(update={"tie_embeddings": False}),
         "plain experts": changed(nano, moe={"latent_width": None, "latent_norm": False}),

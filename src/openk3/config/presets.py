@@ -72,6 +72,23 @@ R1 = ModelConfig(
     max_context=4096,
 )
 
+# One card of 139 GiB trains it with masters and moments: 3.88B total, 1.05B active, 0.72B of them
+# non-embedding.
+ONE_B = ModelConfig(
+    vocab_size=163840,
+    hidden_size=2048,
+    num_layers=16,
+    kda=KdaConfig(num_heads=16, head_dim=128),
+    mla=MlaConfig(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    moe=MoeConfig(
+        num_experts=128, experts_per_token=8, num_shared_experts=2, expert_width=512, latent_width=1024
+    ),
+    dense_width=5632,
+    attn_res=AttnResConfig(block_size=4),
+    tie_embeddings=True,
+    max_context=4096,
+)
+
 LINEAR_48B = ModelConfig(
     vocab_size=163840,
     hidden_size=2304,
@@ -122,6 +139,7 @@ PRESETS: dict[str, ModelConfig] = {
     "nano": NANO,
     "micro": MICRO,
     "r1": R1,
+    "1b": ONE_B,
     "linear-48b": LINEAR_48B,
     "k3": K3,
 }
