@@ -54,7 +54,7 @@ def draw(device: str) -> Path | str:
     axes.set_yticks(range(len(rows)), [r["work"].removeprefix("kda_") for r in rows])
     axes.set_xlabel("time over the floor of ideal bytes and FLOPs (log scale, shorter is better)")
     axes.set_title(f"Kimi Delta Attention on {device.upper()}", loc="left")
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=8)
+    axes.legend(loc="lower right", frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     IMAGES.mkdir(parents=True, exist_ok=True)
     picture = IMAGES / f"kda-{device}.png"
