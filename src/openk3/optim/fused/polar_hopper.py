@@ -130,7 +130,7 @@ def polar_hopper(x, triples, iterations, CHUNKS: gl.constexpr, TALL: gl.constexp
     fence_async_shared()
     gl.thread_barrier()
     for s in gl.static_range(SLOTS):
-        _fetch(x, left, right, ready, matrix, s, s < CHUNKS, TALL)
+        _fetch(x, left, right, ready, matrix, s, True, TALL)  # no matrix has fewer chunks
     A00, A10, A11 = blocks.index(0), blocks.index(1), blocks.index(2)
     nothing = gl.zeros([HALF, HALF], gl.float32, layout=SQUARE)
     none = gl.zeros([LONG, HALF], gl.float32, layout=OUT)
