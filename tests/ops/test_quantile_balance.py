@@ -191,6 +191,17 @@ def test_histograms_over_any_split_of_the_tokens_add_up_to_the_pooled_one(sizes,
     assert torch.equal(bias_from_histogram(sum(parts), old, k), bias_from_histogram(pooled, old, k))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_several_routers_together_get_what_each_gets_alone(dtype):
+    made = [router(n, 32, 4, seed=n, dtype=dtype) for n in (40, 300, 7)]
+    histograms = [required_bias_histogram(*one) for one in made] + [torch.zeros(32, 1000, dtype=torch.int64)]
+    biases = [bias for _, _, bias in made] + [torch.randn(32, dtype=dtype)]
+    alone = torch.stack([bias_from_histogram(h, b, 4) for h, b in zip(histograms, biases, strict=True)])
+    together = bias_from_histogram(torch.stack(histograms), torch.stack(biases), 4)
+    torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-7)
+    assert torch.equal(together[-1], biases[-1])
+
+
 def test_slicing_for_the_cache_changes_no_count(monkeypatch):
     scores, cutoff, old = router(300, 32, 4, dtype=torch.float32)
     whole = required_bias_histogram(scores, cutoff, old)

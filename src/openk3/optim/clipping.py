@@ -29,8 +29,9 @@ def global_norm(named_parameters: NamedParameters) -> torch.Tensor:
     norms: list[torch.Tensor] = []
     for dtype in {grad.dtype for grad in grads}:
         alike = [grad for grad in grads if grad.dtype == dtype]
-        norms += torch._foreach_norm(alike, 2, dtype=wide(dtype))
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
+        # To float64 together: one by one that is a launch for each.
+        norms.append(torch.stack(torch._foreach_norm(alike, 2, dtype=wide(dtype))).double())
+    total: torch.Tensor = torch.linalg.vector_norm(torch.cat(norms))
     return total
 
 

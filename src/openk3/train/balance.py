@@ -40,14 +40,20 @@ def update_biases(
         updates: how many times the biases were set before.
         admitted: bool `[]` on the model's device; where it is False every bias stays as it is.
     """
+    together: list[Router] = []
     for layer, router in routers(model).items():
         bias, config = router.e_score_correction_bias, router.config
         match config.balancing:
             case "qb" if layer in histogram:
-                wanted = bias_from_histogram(histogram[layer], bias, config.experts_per_token)
-                bias.copy_(torch.where(admitted, average_bias(bias, wanted, updates, config.qb_ema), bias))
+                together.append(router)
             case "sign" if layer in load:
                 moved = sign_update(bias, load[layer], config.sign_step)
                 bias.copy_(torch.where(admitted, moved, bias))
             case _:
                 pass
+    if together:  # all of one size; a router's vectors are small, and each operation on them is a launch
+        biases, config = [router.e_score_correction_bias for router in together], together[0].config
+        counts, before = torch.stack([histogram[router.layer] for router in together]), torch.stack(biases)
+        wanted = bias_from_histogram(counts, before, config.experts_per_token)
+        after = torch.where(admitted, average_bias(before, wanted, updates, config.qb_ema), before)
+        torch._foreach_copy_(biases, after.unbind())

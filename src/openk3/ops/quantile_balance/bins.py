@@ -6,12 +6,12 @@ import torch
 
 
 def bin_range(bias: torch.Tensor, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lowest edge, bin width) for the routing bias `[E]`: two scalars on its device and in its dtype.
+    """(lowest edge, bin width) for the routing bias `[..., E]`: `[...]` each, on its device and in its dtype.
 
     A score lies in (0, 1) and a cut-off, some expert's biased score, in (b_min, 1 + b_max). So every
     required bias cutoff - score lies in [b_min - 1, b_max + 1], whatever the tokens are.
     """
-    low, high = bias.min() - 1, bias.max() + 1
+    low, high = bias.amin(-1) - 1, bias.amax(-1) + 1
     return low, (high - low) / bins
 
 

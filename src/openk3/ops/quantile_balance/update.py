@@ -1,6 +1,6 @@
 """Between two steps: the next bias from the counts of the last one.
 
-Vectors of E numbers, no tokens. Every rank calls these on the same all-reduced counts and gets the same bias.
+Vectors of E numbers, of one router or of several alike, no tokens. Every rank calls these on the same all-reduced counts and gets the same bias.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ def bias_from_histogram(histogram: torch.Tensor, bias: torch.Tensor, k: int) -> 
     bias lie in one bin.
 
     Args:
-        histogram: `[E, bins]` int64, summed over micro-batches and ranks.
-        bias: `[E]` the routing bias of that step: it fixes the bins.
+        histogram: `[..., E, bins]` int64, summed over micro-batches and ranks: of one router, or of several.
+        bias: `[..., E]` the routing bias of that step: it fixes the bins.
         k: experts per token, 1 <= k < E.
 
     Returns:
-        `[E]` in bias's dtype; bias itself, bit for bit, when nothing was counted.
+        `[..., E]` in bias's dtype; a router's bias itself, bit for bit, when nothing was counted for it.
 
     Raises:
         InvalidInput: a shape, dtype or device does not fit, or k is not in [1, E).
     """
-    E, bins = histogram.shape if histogram.dim() == 2 else (-1, -1)
-    if histogram.dtype != torch.int64 or bias.shape != (E,) or bins < 1:
+    E, bins = histogram.shape[-2:] if histogram.dim() >= 2 else (-1, -1)
+    if histogram.dtype != torch.int64 or bias.shape != histogram.shape[:-1] or bins < 1:
         raise InvalidInput(
             f"bias_from_histogram: histogram is {tuple(histogram.shape)} {histogram.dtype}, bias is "
-            f"{tuple(bias.shape)}; want [E, bins] int64 and [E]"
+            f"{tuple(bias.shape)}; want [..., E, bins] int64 and [..., E]"
         )
     _check_bias("bias_from_histogram", bias, "histogram", histogram)
     if not 1 <= k < E:
         raise InvalidInput(f"bias_from_histogram: {E} experts, k = {k}; want 1 <= k < E")
-    low, width = (x.double() for x in bin_range(bias, bins))
-    cumulative = histogram.cumsum(1)
-    assigned = cumulative[:, -1:] * k  # q E, whole
+    low, width = (x.double()[..., None, None] for x in bin_range(bias, bins))
+    cumulative = histogram.cumsum(-1)
+    assigned = cumulative[..., -1:] * k  # q E, whole
     target = (assigned + E - 1) // E  # ceil(q)
-    chosen = (cumulative < target).sum(1, keepdim=True).clamp(max=bins - 1)
-    inside = histogram.gather(1, chosen)
-    before = cumulative.gather(1, chosen) - inside
+    chosen = (cumulative < target).sum(-1, keepdim=True).clamp(max=bins - 1)
+    inside = histogram.gather(-1, chosen)
+    before = cumulative.gather(-1, chosen) - inside
     # The chosen bin is empty only if its whole row is: that expert keeps what it had.
     fraction = ((assigned.double() / E - before) / inside.clamp(min=1)).clamp(0, 1)
-    estimate = (low + (chosen + fraction) * width).squeeze(1)
-    estimate = torch.where(inside.squeeze(1) > 0, estimate, bias.double())
-    centred = (estimate - estimate.mean()).to(bias.dtype)
-    return torch.where(cumulative[:, -1].any(), centred, bias)
+    estimate = (low + (chosen + fraction) * width).squeeze(-1)
+    estimate = torch.where(inside.squeeze(-1) > 0, estimate, bias.double())
+    centred = (estimate - estimate.mean(-1, keepdim=True)).to(bias.dtype)
+    return torch.where(cumulative[..., -1].any(-1, keepdim=True), centred, bias)
 
 
 def sign_update(bias: torch.Tensor, load: torch.Tensor, step: float) -> torch.Tensor:
