@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -117,7 +118,8 @@ def by_kernel(call: Callable[[], None]) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    found = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+    kernels_only = (e for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
+    found = sorted(kernels_only, key=lambda e: -e.self_device_time_total)
     for event in found[:14]:
         print(f"  {event.self_device_time_total / 1e3:8.3f} ms {event.count:5d} x {event.key[:90]}")
     total = sum(event.self_device_time_total for event in found) / 1e3
@@ -245,6 +247,24 @@ def measure_muon(limits: Ceilings, steps: Steps) -> None:
     steps.keep(row("muon_256x416x256", mine, "ms", "lower", peers=peers, floor=floor, shape=shape))
 
 
+def try_whole(steps: Steps) -> None:
+    """One program a matrix (`polar_hopper`) beside three products an iteration: products, then the step."""
+    count, tall, wide = EXPERTS
+    groups = {"416x256": matrices(2 * count, tall), "256x416": matrices(count, wide)}
+    model = preset("r1")
+    named = r1(model)
+    optimizer = Optimizer(named.items(), OptimConfig(), model, implementation="triton")
+    for whole in (False, True):
+        with patch.object(newton_schulz, "WHOLE", whole):
+            if whole:
+                check()
+            for name, x in groups.items():
+                call = partial(newton_schulz.iterate_, x, TRIPLES)
+                show(steps, f"{len(x)} x {name}, whole matrices {whole}", call)
+            show(steps, f"the step, whole matrices {whole}", lambda: update(optimizer, named))
+            by_kernel(lambda: update(optimizer, named))
+
+
 def try_products(steps: Steps) -> None:
     count, tall, wide = EXPERTS
     groups = [matrices(2 * count, tall), matrices(count, wide)]
@@ -330,6 +350,7 @@ def main() -> int:
     steps = Steps(None if arguments.ours_alone else arguments.device, arguments.budget)
     steps.check("Newton-Schulz against float64", check)
     if arguments.variants:
+        steps("one program a matrix", lambda: try_whole(steps))
         steps("tiles and chunks of products", lambda: try_products(steps))
         steps("tiles of the passes", lambda: try_passes(steps))
         return steps.status()

@@ -16,10 +16,19 @@ from openk3.optim.newton_schulz import Triples
 CHUNK_ELEMENTS = 2**24
 """Elements of X at a time: what its products hand on stays near the L2 cache, and launches stay few."""
 
+WHOLE = False
+"""Whether a program takes a whole matrix where `polar_hopper` can. No card has run it yet."""
+
 
 @named
 def iterate_(x: torch.Tensor, triples: Triples) -> None:
     """Replace each matrix of `[m, R, C]`, of Frobenius norm at most 1, by its (nearly) orthogonal factor."""
+    if WHOLE:
+        from openk3.optim.fused import polar_hopper
+
+        if polar_hopper.takes(x):
+            polar_hopper.polar_(x, triples)
+            return
     matrices = max(1, min(65_535, CHUNK_ELEMENTS // max(1, x[0].numel())))
     for chunk in torch.split(x, matrices):
         _iterate_chunk(chunk, triples)
