@@ -1,16 +1,19 @@
 """Training of r1 on one GPU: the real run, its bare loop, its first losses beside plain PyTorch's, kernels.
 
-    python bench/train_r1.py [h200] bare [--micro 131072 65536 16384] [--random]
-    python bench/train_r1.py [h200] run [--budget SECONDS]
+    python bench/train_r1.py [h200] bare [--micro 131072 65536 16384] [--random] [--forms]
+    python bench/train_r1.py [h200] run [--budget SECONDS] [--switch graphed whole pinned]
+    python bench/train_r1.py [h200] save [--random]
     python bench/train_r1.py [h200] compare [--steps 50]
     python bench/train_r1.py [h200] profile [--random]
 
 `run` is the recipe over 500 steps on the Python sources of this machine, with loader, optimizer, balancing,
 telemetry, evaluation and checkpoints; within a budget it goes as far as it gets, and on from there when it is
 started again. `r1_train_tokens_per_s` is tokens over wall time from step 21 to the end. Its log goes to
-bench/results/r1/. `bare` repeats forward, backward and update on resident tokens. `compare` trains from the
-same weights on the same tokens by kernels, by the eager forms, and by the eager forms in two micro-batches:
-the noise of another order of sums. `profile` counts the kernels of a step, and the time to launch them.
+bench/results/r1/. `bare` repeats forward, backward and update on resident tokens; with --forms also with each
+of `SWITCHES` on. `save` times a checkpoint's copy, pageable and pinned, and the steps beside its writing.
+`compare` trains from the same weights on the same tokens by kernels, by the eager forms, and by the eager
+forms in two micro-batches: the noise of another order of sums. `profile` counts the kernels of a step, and
+the time to launch them.
 
 Needs the released vocabulary (--vocabulary), but for --random, which draws tokens.
 """
@@ -26,6 +29,7 @@ import statistics
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,11 +39,14 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import torch
 from rows import RESULTS, merge, row
 
+from openk3.checkpoint import background
 from openk3.checkpoint.jsonl import read_jsonl
 from openk3.checkpoint.train_state import CheckpointStore
 from openk3.data import Windows
 from openk3.model.sizes import count
 from openk3.ops import dispatch
+from openk3.optim import fused
+from openk3.optim.fused import newton_schulz
 from openk3.train.config import TrainConfig
 from openk3.train.data import TrainingData, open_data
 from openk3.train.evaluate import evaluate
@@ -59,6 +66,18 @@ PUBLIC = {"public run": 28_900.0}  # tokens a second on one H200, shared figures
 PUBLIC_BARE = {"public run": 66_900.0}
 PEAK = 989e12
 FOLDER = RESULTS / "r1"
+SWITCHES = {
+    "graphed": (fused, "GRAPHED"),
+    "whole": (newton_schulz, "WHOLE"),
+    "pinned": (background, "PINNED"),
+}
+FORMS: tuple[tuple[str, ...], ...] = (("graphed",), ("whole",), ("graphed", "whole"), ())
+
+
+def switch(on: Sequence[str]) -> None:
+    """Those of `SWITCHES` on, the others off."""
+    for name, (module, constant) in SWITCHES.items():
+        setattr(module, constant, name in on)
 
 
 def settings(
@@ -139,10 +158,13 @@ def step(state: TrainState, config: TrainConfig, unread: Unread | None) -> Unrea
 def bare(arguments: argparse.Namespace) -> list[dict[str, object]]:
     found: dict[int, float] = {}
     end = time.perf_counter() + (arguments.budget or math.inf)
-    for micro in arguments.micro:
+    forms = FORMS if arguments.forms else (arguments.switch,)
+    for micro, form in ((micro, form) for micro in arguments.micro for form in forms):
         if time.perf_counter() > end:
             print(f"micro-batches of {micro}: not started, out of time")
             continue
+        switch(form)
+        print(f"with {', '.join(form) or 'no switch'}:", flush=True)
         config = settings(arguments, micro)
         try:
             state = resident(config, opened(config, arguments))
@@ -159,14 +181,16 @@ def bare(arguments: argparse.Namespace) -> list[dict[str, object]]:
                 unread = step(state, config, unread)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - began
-            found[micro] = arguments.repeat * STEP_TOKENS / seconds
+            rate = arguments.repeat * STEP_TOKENS / seconds
             peak = torch.cuda.max_memory_allocated()
             print(
-                f"micro-batches of {micro}: {found[micro]:,.0f} tokens/s, {seconds / arguments.repeat:.3f} s "
+                f"micro-batches of {micro}: {rate:,.0f} tokens/s, {1e3 * seconds / arguments.repeat:.1f} ms "
                 f"a step, {before / 2**30:.1f} GiB before, {peak / 2**30:.1f} GiB at the peak",
                 flush=True,
             )
-            merge(best_bare(arguments, found), arguments.device)
+            if not form:
+                found[micro] = rate
+                merge(best_bare(arguments, found), arguments.device)
         except Exception:  # noqa: BLE001  (the next size is worth its time)
             print(f"micro-batches of {micro} failed:")
             traceback.print_exc()
@@ -181,6 +205,45 @@ def best_bare(arguments: argparse.Namespace, found: dict[int, float]) -> list[di
     tokens = "random tokens" if arguments.random else "Python sources"
     shape = f"r1, bf16, context 4096, {STEP_TOKENS // best} x {best} resident tokens a step, {tokens}"
     return [row("r1_bare_tokens_per_s", found[best], "tokens/s", "higher", shape=shape, peers=PUBLIC_BARE)]
+
+
+def save(arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """One checkpoint: how long its copy holds steps up, and what its writing costs those beside it."""
+    config = settings(arguments, arguments.micro[0])
+    state, unread = resident(config, opened(config, arguments)), None
+    for _ in range(4):
+        unread = step(state, config, unread)
+    for form, times in (((), 2), (("pinned",), 3)):
+        switch(form)
+        for _ in range(times):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            copied = background._copied(state.tree())
+            took = time.perf_counter() - began
+            del copied
+            print(f"copied to the host in {took:.2f} s, {', '.join(form) or 'pageable'}", flush=True)
+    folder = arguments.cache / "one-save"
+    shutil.rmtree(folder, ignore_errors=True)
+    with background.BackgroundSaves(CheckpointStore(folder)) as saves:
+        beside: dict[str, list[float]] = {"alone": [], "beside the writing": []}
+        for name, spent in beside.items():
+            torch.cuda.synchronize()
+            if name != "alone":
+                began = time.perf_counter()
+                saves.save(state.step, state.tree(), config={})
+                print(f"the save held steps up for {time.perf_counter() - began:.2f} s", flush=True)
+            writing = saves._working
+            while len(spent) < 40 or (writing is not None and not writing.done()):
+                last = time.perf_counter()
+                unread = step(state, config, unread)
+                spent.append(time.perf_counter() - last)
+            print(
+                f"a step {name}: {1e3 * statistics.median(spent):.1f} ms in the median, "
+                f"{1e3 * max(spent[2:]):.1f} at most, {len(spent)} of them in {sum(spent):.1f} s",
+                flush=True,
+            )
+    shutil.rmtree(folder, ignore_errors=True)
+    return []
 
 
 def compile_all(config: TrainConfig, data: TrainingData) -> None:
@@ -317,9 +380,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("device", nargs="?", default="h200", help="name of the results file")
-    works = {"bare": bare, "run": real, "compare": compare, "profile": profile}
+    works = {"bare": bare, "run": real, "save": save, "compare": compare, "profile": profile}
     parser.add_argument("work", choices=works)
     parser.add_argument("--micro", type=int, nargs="+", default=[STEP_TOKENS], help="tokens of a micro-batch")
+    parser.add_argument("--switch", nargs="*", default=[], choices=SWITCHES, help="on in all of this")
+    parser.add_argument("--forms", action="store_true", help="`bare` with one switch after the other")
     parser.add_argument("--random", action="store_true", help="random tokens, no corpus")
     parser.add_argument("--vocabulary", type=Path, default=Path("cache/vocab/tiktoken.model"))
     parser.add_argument("--cache", type=Path, default=Path("/tmp/openk3"), help="folder of corpora and runs")
@@ -337,6 +402,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("needs a CUDA device: nothing measured")
         return
+    switch(arguments.switch)
     if rows := works[arguments.work](arguments):
         print(json.dumps(rows, indent=1))
         merge(rows, arguments.device)

@@ -1,4 +1,4 @@
-"""Newton-Schulz of whole matrices in Gluon, on a CPU: against its equation, with all that is late as late as may be.
+"""Newton-Schulz of whole matrices in Gluon, on a CPU: against its equation, what is late as late as may be.
 
 Beside what `gluon_on_cpu` checks: copies out of shared memory read it when their reading is waited for, and
 are in memory when their writing is; no warp overwrites a chunk that another may still be loading from.

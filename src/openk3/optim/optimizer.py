@@ -10,7 +10,7 @@ it. With kernels (`openk3.optim.fused`) the host waits for nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, Never, SupportsIndex
 
 import torch
@@ -43,6 +43,7 @@ class Optimizer:
         model: for the sizes of heads.
         implementation: force "eager" or "triton" (fp32 masters, all on one device); by default the kernels on
             a GPU that has checked them.
+        graphed: repeat the kernels' launches as one CUDA graph; by default `openk3.optim.fused.GRAPHED`.
 
     Raises:
         InvalidInput: a parameter matches no row of `openk3.optim.rules`, or several, or has other rows than
@@ -57,6 +58,7 @@ class Optimizer:
         model: ModelConfig,
         *,
         implementation: Literal["eager", "triton"] | None = None,
+        graphed: bool | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -71,8 +73,12 @@ class Optimizer:
         if _fuses(slots, implementation):
             from openk3.optim.fused.adamw import FusedAdamW
             from openk3.optim.fused.muon import FusedMuon
+            from openk3.optim.fused.replay import Replay
 
             self._fused = FusedMuon(matrices, config), FusedAdamW(others, config)
+            repeats = slots[0].master.is_cuda and (fused.GRAPHED if graphed is None else graphed)
+            launch = _all_of(self._fused)
+            self._launch = Replay(launch) if repeats else launch
         else:
             self._eager = Muon(matrices, config), AdamW(others, config)
         muon, adamw = self._fused or self._eager  # type: ignore[misc]
@@ -100,8 +106,9 @@ class Optimizer:
             if not isinstance(lr, torch.Tensor):
                 lr = torch.full((), lr, dtype=torch.float64, device=device)
             factors = torch.ones((), device=device) if scale is None else scale.float()
-            for fused_rule in self._fused:
-                fused_rule.step(lr.double(), factors)
+            held = [rule.find_gradients() for rule in self._fused]
+            self._launch(lr.double(), factors)
+            del held
 
     @named
     def qk_clip(
@@ -187,6 +194,14 @@ class Optimizer:
     def _publish(self) -> None:
         for slot in self._slots.values():
             slot.publish()
+
+
+def _all_of(rules: tuple[FusedMuon, FusedAdamW]) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def launch(lr: torch.Tensor, factor: torch.Tensor) -> None:
+        for rule in rules:
+            rule.launch(lr, factor)
+
+    return launch
 
 
 def _fuses(slots: list[Slot], wanted: Literal["eager", "triton"] | None) -> bool:

@@ -1,6 +1,7 @@
 """Between two steps: the next bias from the counts of the last one.
 
-Vectors of E numbers, of one router or of several alike, no tokens. Every rank calls these on the same all-reduced counts and gets the same bias.
+Vectors of E numbers, of one router or of several alike, no tokens. Every rank calls these on the same
+all-reduced counts and gets the same bias.
 """
 
 from __future__ import annotations

@@ -46,12 +46,15 @@ class FusedAdamW:
                 table = torch.tensor(pieces, dtype=torch.int64, device=device)
                 self._pieces.append((table, is_aligned))
 
+    def find_gradients(self) -> list[Tensor]:
+        """As in `FusedMuon`."""
+        return self._addresses.refresh() if self._pieces else []
+
     @torch.no_grad()
-    def step(self, lr: Tensor, scale: Tensor) -> None:
-        """As `AdamW.step`, on gradients times `scale`; arguments as in `FusedMuon.step`."""
+    def launch(self, lr: Tensor, scale: Tensor) -> None:
+        """As `AdamW.step`, on gradients times `scale`; arguments as in `FusedMuon.launch`."""
         if not self._pieces:
             return
-        held = self._addresses.refresh()
         beta1, beta2 = self._config.betas
         goes = scale.isfinite() & (scale != 0)
         self._counts += (self._addresses.table[:, 0] != 0) & goes
@@ -65,4 +68,3 @@ class FusedAdamW:
                 pieces, self._addresses.table, rates, scale,
                 betas=(beta1, beta2), eps=self._config.eps, half=self._half, aligned=is_aligned,
             )  # fmt: skip
-        del held

@@ -75,8 +75,12 @@ class FusedMuon:
         self._dtype = torch.bfloat16 if on_gpu or config.ns_dtype == "bfloat16" else torch.float32
         self._waves = [_wave(blocks, device) for blocks in _cut(_blocks(slots))]
 
+    def find_gradients(self) -> list[Tensor]:
+        """What the host does before a step; hold what it returns until the step is launched."""
+        return self._addresses.refresh() if self._waves else []
+
     @torch.no_grad()
-    def step(self, lr: Tensor, scale: Tensor) -> None:
+    def launch(self, lr: Tensor, scale: Tensor) -> None:
         """As `Muon.step`, on gradients times `scale` fp32 `[]`; nothing changes where that is 0, inf or NaN.
 
         Args:
@@ -84,7 +88,6 @@ class FusedMuon:
         """
         if not self._waves:
             return
-        held = self._addresses.refresh()
         table = self._addresses.table
         rates = torch.stack(self._rates.of(lr), dim=1).float()
         room = torch.empty(max(w.elements for w in self._waves), dtype=self._dtype, device=table.device)
@@ -100,7 +103,6 @@ class FusedMuon:
             kernels.muon_update(
                 wave.table, wave.sizes, table, rates, moves, room, half=self._half, aligned=wave.is_aligned
             )
-        del held
 
 
 def _blocks(slots: Sequence[tuple[Slot, Split]]) -> list[_Block]:

@@ -1,7 +1,7 @@
 """Newton-Schulz for Hopper (Gluon): one program takes one matrix through all iterations, in place.
 
-For matrices with an edge of 256 and any other, as experts have them. By `newton_schulz._iterate_chunk` A = X X^T
-and the polynomial go through memory, and three programs a product read the same X again; here X alone does:
+For matrices with an edge of 256, as experts have them. By `newton_schulz._iterate_chunk` A = X X^T and the
+polynomial go through memory, and three programs a product read the same X again; here X alone does:
 
     A    in registers from X, in shared memory as bf16     three blocks of 128 x 128, the fourth is a mirror
     P    a I + b A + c A^2, in A's place
@@ -44,7 +44,12 @@ WARPS = 8
 def _written():
     """Waits until what this thread stored by the copy engine can be read back by it."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;",
+        "=r,~{memory}",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -53,7 +58,7 @@ def _tile(tiles, slot, TALL: gl.constexpr):
     """Half a chunk as `[LONG, HALF]`, whichever way round it lies."""
     if TALL:
         return tiles.index(slot).reshape([LONG, HALF])
-    else:
+    else:  # noqa: RET505  (Triton compiles what follows a return)
         return tiles.index(slot).reshape([HALF, LONG]).permute((1, 0))
 
 
@@ -73,7 +78,7 @@ def _fetch(x, left, right, ready, matrix, c, wanted, TALL: gl.constexpr):
 
 @gluon.jit
 def _replace(x, left, right, matrix, c, new_left, new_right, TALL: gl.constexpr):
-    """Puts a chunk's new values in its place in shared memory, for all warps, and starts the copy from there."""
+    """Puts a chunk's new values in its place in shared memory, and starts the copy from there."""
     slot = c % SLOTS
     at = c * LONG
     _tile(left, slot, TALL).store(new_left)
@@ -90,7 +95,7 @@ def _replace(x, left, right, matrix, c, new_left, new_right, TALL: gl.constexpr)
 
 @gluon.jit
 def _wait(ready, c, turn, CHUNKS: gl.constexpr):
-    """Waits for chunk c. Each turn visits the chunks of a slot in its direction, and copies all but the first."""
+    """Waits for chunk c. A turn visits a slot's chunks in its direction, and copies all but the first."""
     slot = c % SLOTS
     chunks = (CHUNKS - slot + SLOTS - 1) // SLOTS
     visit = c // SLOTS
@@ -118,7 +123,7 @@ def polar_hopper(x, triples, iterations, CHUNKS: gl.constexpr, TALL: gl.constexp
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HALF // 2, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], TYPE)
-    BOX: gl.constexpr = [SLOTS] + x.block_type.shape
+    BOX: gl.constexpr = [SLOTS, 1, x.block_type.shape[1], x.block_type.shape[2]]
     matrix = gl.program_id(0)
 
     left = gl.allocate_shared_memory(TYPE, BOX, x.layout)
