@@ -23,8 +23,12 @@ class Readback:
     """
 
     def __init__(self, tensors: Mapping[Name, Tensor]) -> None:
-        self._forms = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
-        flat = torch.cat([tensor.detach().double().flatten() for tensor in tensors.values()])
+        kinds: dict[torch.dtype, dict[Name, Tensor]] = {}
+        for key, tensor in tensors.items():
+            kinds.setdefault(tensor.dtype, {})[key] = tensor.detach()
+        self._forms = {key: (x.shape, x.dtype) for kind in kinds.values() for key, x in kind.items()}
+        # To float64 one dtype at a time: one tensor at a time that is a launch for each.
+        flat = torch.cat([torch.cat([x.flatten() for x in kind.values()]).double() for kind in kinds.values()])
         self._arrived: torch.cuda.Event | None = None
         self._host = flat
         if flat.is_cuda:

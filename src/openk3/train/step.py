@@ -108,8 +108,10 @@ def update(state: TrainState, config: TrainConfig, reduction: Reduction, launche
     }
     if config.train.mtp_weight:
         numbers["mtp", ""] = totals.mtp / totals.mtp_count.clamp(min=1)
-    biases = {layer: router.e_score_correction_bias for layer, router in routers(model).items()}
-    numbers |= _named("bias_range", {layer: bias.max() - bias.min() for layer, bias in biases.items()})
+    if biases := {layer: router.e_score_correction_bias for layer, router in routers(model).items()}:
+        together = torch.stack([*biases.values()])
+        ranges = together.amax(1) - together.amin(1)
+        numbers |= _named("bias_range", dict(zip(biases, ranges.unbind(), strict=True)))
     numbers |= _named("load", totals.load) | _named("max_logit", totals.max_logit)
     numbers |= _named("clipped", {layer: (gamma < 1).sum() for layer, gamma in gammas.items()})
     if totals.sample is not None and totals.sample.detail:

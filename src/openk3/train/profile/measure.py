@@ -185,15 +185,13 @@ def _measure(
     device = state.model.device
     gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
-    _run(state, config, warm)
-    began = time.perf_counter()
-    _run(state, config, steps)
-    plain = (time.perf_counter() - began) / steps
+    _, ends = _run(state, config, warm + steps)
+    plain = (ends[-1] - ends[warm - 1]) / steps  # the host is ahead in all of them, as in a run
     if gpu:
         with recording(activities=activities):  # the first recording takes long to start
             _run(state, config, 1)
     with named_modules(state.model), recording(activities=activities) as recorded:
-        last = _run(state, config, steps)
+        last, _ = _run(state, config, steps)
     recorded.export_chrome_trace(str(file))
     trace = read_trace(json.loads(file.read_text())["traceEvents"])
     batches = [
@@ -203,20 +201,26 @@ def _measure(
     return plain, divide(device_work(trace) if gpu else host_work(trace)), batches
 
 
-def _run(state: TrainState, config: TrainConfig, steps: int) -> tuple[Fed, ...]:
+def _run(state: TrainState, config: TrainConfig, steps: int) -> tuple[tuple[Fed, ...], list[float]]:
     """Steps as `openk3.train.loop` takes them, each read when the next was launched; the device is done then.
 
     Returns:
-        The micro-batches of the last.
+        The micro-batches of the last, and when each step was read, which is when it was done.
     """
     unread: Unread | None = None
+    ends: list[float] = []
+
+    def finish(unread: Unread) -> None:
+        read(state, unread, None)
+        ends.append(time.perf_counter())
+
     for _ in range(steps):
         launched = launch(state, config, OneProcess())
         if unread is not None:
-            read(state, unread, None)
+            finish(unread)
         unread = update(state, config, OneProcess(), launched)
     assert unread is not None
-    read(state, unread, None)
+    finish(unread)
     if state.model.device.type == "cuda":
         torch.cuda.synchronize(state.model.device)
-    return launched.batches
+    return launched.batches, ends
