@@ -14,23 +14,26 @@ from openk3.optim.fused import kernels
 from openk3.optim.newton_schulz import Triples
 
 CHUNK_ELEMENTS = 2**24
-"""Elements of X at a time: what its products hand on stays near the L2 cache, and launches stay few."""
+"""Elements of X at a time, about: what its products hand on stays near the L2 cache, and launches stay few."""
 
 WHOLE = False
 """Whether a program takes a whole matrix where `polar_hopper` can. No card has run it yet."""
+FEWEST = 66
+"""Matrices from which on it does: with fewer, more than half of a card would have none."""
 
 
 @named
 def iterate_(x: torch.Tensor, triples: Triples) -> None:
     """Replace each matrix of `[m, R, C]`, of Frobenius norm at most 1, by its (nearly) orthogonal factor."""
-    if WHOLE:
+    if WHOLE and len(x) >= FEWEST:
         from openk3.optim.fused import polar_hopper
 
         if polar_hopper.takes(x):
             polar_hopper.polar_(x, triples)
             return
-    matrices = max(1, min(65_535, CHUNK_ELEMENTS // max(1, x[0].numel())))
-    for chunk in torch.split(x, matrices):
+    chunks = max(1, round(x.numel() / CHUNK_ELEMENTS), -(-len(x) // 65_535))
+    # Alike: what is left over for a few matrices would take as many launches.
+    for chunk in torch.tensor_split(x, min(chunks, len(x))):
         _iterate_chunk(chunk, triples)
 
 
