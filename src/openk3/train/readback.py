@@ -23,12 +23,15 @@ class Readback:
     """
 
     def __init__(self, tensors: Mapping[Name, Tensor]) -> None:
-        kinds: dict[torch.dtype, dict[Name, Tensor]] = {}
-        for key, tensor in tensors.items():
-            kinds.setdefault(tensor.dtype, {})[key] = tensor.detach()
-        self._forms = {key: (x.shape, x.dtype) for kind in kinds.values() for key, x in kind.items()}
-        # To float64 one dtype at a time: one tensor at a time that is a launch for each.
-        flat = torch.cat([torch.cat([x.flatten() for x in kind.values()]).double() for kind in kinds.values()])
+        self._order = list(tensors)
+        self._forms: dict[Name, tuple[torch.Size, torch.dtype]] = {}
+        parts: list[Tensor] = []
+        # To float64 one dtype at a time: one tensor at a time, each would be a launch.
+        for dtype in {tensor.dtype: None for tensor in tensors.values()}:
+            alike = {key: tensor.detach() for key, tensor in tensors.items() if tensor.dtype == dtype}
+            self._forms |= {key: (tensor.shape, dtype) for key, tensor in alike.items()}
+            parts.append(torch.cat([tensor.flatten() for tensor in alike.values()]).double())
+        flat = torch.cat(parts)
         self._arrived: torch.cuda.Event | None = None
         self._host = flat
         if flat.is_cuda:
@@ -41,10 +44,11 @@ class Readback:
         if self._arrived is not None:
             self._arrived.synchronize()
         pieces = torch.split(self._host, [shape.numel() for shape, _ in self._forms.values()])
-        return {
+        values = {
             key: piece.view(shape).to(dtype)
             for piece, (key, (shape, dtype)) in zip(pieces, self._forms.items(), strict=True)
         }
+        return {key: values[key] for key in self._order}
 
 
 class Lap:

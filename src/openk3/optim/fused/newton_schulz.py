@@ -14,7 +14,7 @@ from openk3.optim.fused import kernels
 from openk3.optim.newton_schulz import Triples
 
 CHUNK_ELEMENTS = 2**24
-"""Elements of X at a time, about: what its products hand on stays near the L2 cache, and launches stay few."""
+"""About the elements of X at a time: what its products hand on stays near the L2 cache, launches stay few."""
 
 WHOLE = False
 """Whether a program takes a whole matrix where `polar_hopper` can. No card has run it yet."""
