@@ -106,13 +106,13 @@ def _wait(ready, c, turn, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def _polynomial(block, square, a, b, c, DIAGONAL: gl.constexpr, LAYOUT: gl.constexpr):
-    """a I + b A + c A^2 of a block of A, into its place."""
+    """a I + b A + c A^2 of a block of A."""
     total = c * square + b * block.load(LAYOUT).to(gl.float32)
     if DIAGONAL:
         row = gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
         column = gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
         total = gl.where(row[:, None] == column[None, :], total + a, total)
-    block.store(total.to(block.dtype))
+    return total.to(block.dtype)
 
 
 @gluon.jit
@@ -161,20 +161,26 @@ def polar_hopper(x, triples, iterations, CHUNKS: gl.constexpr, TALL: gl.constexp
         A11.store(s11.to(TYPE))
         fence_async_shared()
         gl.thread_barrier()
+        a = gl.load(triples + 3 * i)
+        b = gl.load(triples + 3 * i + 1)
+        c2 = gl.load(triples + 3 * i + 2)
         s00 = warpgroup_mma(A00, A00, s00, use_acc=False, is_async=True)
         s00 = warpgroup_mma(A10.permute((1, 0)), A10, s00, is_async=True)
         s10 = warpgroup_mma(A10, A00, s10, use_acc=False, is_async=True)
         s10 = warpgroup_mma(A11, A10, s10, is_async=True)
         s11 = warpgroup_mma(A10, A10.permute((1, 0)), s11, use_acc=False, is_async=True)
         s11 = warpgroup_mma(A11, A11, s11, is_async=True)
-        s00, s10, s11 = warpgroup_mma_wait(0, deps=(s00, s10, s11))
+        # A block is made beside the products of those behind it, but they read all of A.
+        s00 = warpgroup_mma_wait(4, deps=(s00,))
+        P00 = _polynomial(A00, s00, a, b, c2, True, SQUARE)
+        s10 = warpgroup_mma_wait(2, deps=(s10,))
+        P10 = _polynomial(A10, s10, a, b, c2, False, SQUARE)
+        s11 = warpgroup_mma_wait(0, deps=(s11,))
+        P11 = _polynomial(A11, s11, a, b, c2, True, SQUARE)
         gl.thread_barrier()
-        a = gl.load(triples + 3 * i)
-        b = gl.load(triples + 3 * i + 1)
-        c2 = gl.load(triples + 3 * i + 2)
-        _polynomial(A00, s00, a, b, c2, True, SQUARE)
-        _polynomial(A10, s10, a, b, c2, False, SQUARE)
-        _polynomial(A11, s11, a, b, c2, True, SQUARE)
+        A00.store(P00)
+        A10.store(P10)
+        A11.store(P11)
         fence_async_shared()
         gl.thread_barrier()
 
