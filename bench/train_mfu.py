@@ -1,7 +1,7 @@
 """MFU of training `1b`, a K3 with 1.05B active parameters, on one GPU: row `train_mfu_1b`.
 
-    python bench/train_mfu.py [h200] bare [--micro 32768 65536 16384] [--repeat 3] [--budget S] [--wide]
-    python bench/train_mfu.py [h200] profile [--micro 32768] [--accumulation 2] [--wide]
+    python bench/train_mfu.py [h200] bare [--micro 32768 65536 16384] [--repeat 3] [--budget S] [--wide] [--apart]
+    python bench/train_mfu.py [h200] profile [--micro 32768] [--accumulation 2] [--wide] [--apart]
 
 `bare` takes whole steps of the recipe, 524,288 tokens each: forward and backward of every micro-batch,
 clipping, Muon and AdamW, balancing, telemetry read one step late. Sizes of micro-batches are tried in turn on
@@ -11,9 +11,9 @@ none begins after `--budget` seconds. `profile` prints the parts of a step besid
 
 Tokens are random and resident, in documents of the lengths of source files, packed to 4,096. MFU is the FLOPs
 of openk3.train.flops (recompute and element-wise work count nothing) over the seconds of these steps and 989
-TFLOP/s. Weights are drawn on the card, with the recipe's distributions and other numbers. `--wide` has experts
-in the tiles of `openk3.ops.moe.kernels.wide`. Another `--recipe` (nano, or a file) runs on a CPU too: a
-rehearsal.
+TFLOP/s. Weights are drawn on the card, with the recipe's distributions and other numbers. `--wide`: experts in
+the tiles of `openk3.ops.moe.kernels.wide`. `--apart`: the latent projection is a product of its own. Another
+`--recipe` (nano, or a file) runs on a CPU too: a rehearsal.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from openk3.data import Loader, Windows
 from openk3.model import K3
 from openk3.model.init import table
 from openk3.model.sizes import count
+from openk3.ops.moe import entry
 from openk3.ops.moe.kernels import wide
 from openk3.train.config import TrainConfig
 from openk3.train.data import TrainingData
@@ -188,6 +189,7 @@ def main() -> int:
     parser.add_argument("--top", type=int, default=40, help="kernels that `profile` lists")
     parser.add_argument("--json", type=Path, default=Path("/tmp/openk3/1b-step.json"), help="of `profile`")
     parser.add_argument("--wide", action="store_true", help="large tiles for the experts")
+    parser.add_argument("--apart", action="store_true", help="the latent projection by itself")
     parser.add_argument("--ours-alone", action="store_true", help="nothing is merged")
     parser.add_argument("--recipe", default="1b", help="another one is not merged")
     arguments = parser.parse_args()
@@ -198,6 +200,8 @@ def main() -> int:
         stack.enter_context(patch("openk3.train.state.initialise", drawn_there))
         if arguments.wide:
             stack.enter_context(patch.object(wide, "LEAST", 512))
+        if arguments.apart:
+            stack.enter_context(patch.object(entry, "APART", 512))
         return works[arguments.work](arguments)
 
 
