@@ -11,7 +11,7 @@ from openk3.ops.precision import wide
 from openk3.ops.traces import named
 
 
-def prepare(model: K3) -> None:
+def prepare_gradients(model: K3) -> None:
     """Before the first backward: let gradients come as they are made.
 
     The table's come from several products, look-up and head, whose gradients autograd adds before it hands
@@ -23,7 +23,7 @@ def prepare(model: K3) -> None:
 
 
 @named
-def widen(model: K3) -> None:
+def widen_gradients(model: K3) -> None:
     """After the backward of a step's first micro-batch: what later ones are added to is at least fp32."""
     for parameter in model.parameters():
         if parameter.grad is not None:

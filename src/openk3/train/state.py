@@ -24,7 +24,7 @@ from openk3.optim import Optimizer
 from openk3.train.config import TrainConfig
 from openk3.train.data import TrainingData
 from openk3.train.feed import Feed
-from openk3.train.gradients import prepare
+from openk3.train.gradients import prepare_gradients
 from openk3.train.recipes import as_table
 from openk3.train.reduce import Reduction
 from openk3.train.spike import SpikeGuard
@@ -105,7 +105,7 @@ def begin(
         device=device_of(config),
         recompute=config.train.recompute,
     )
-    prepare(model)
+    prepare_gradients(model)
     resumed = store.latest() is not None
     if not resumed:
         _fill(model, config, init_from)
