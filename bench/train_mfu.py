@@ -11,9 +11,9 @@ none begins after `--budget` seconds. `profile` prints the parts of a step besid
 
 Tokens are random and resident, in documents of the lengths of source files, packed to 4,096. MFU is the FLOPs
 of openk3.train.flops (recompute and element-wise work count nothing) over the seconds of these steps and 989
-TFLOP/s. Weights are drawn on the card, with the recipe's distributions and other numbers. `--wide`: experts in
-the tiles of `openk3.ops.moe.kernels.wide`. `--apart`: the latent projection is a product of its own. Another
-`--recipe` (nano, or a file) runs on a CPU too: a rehearsal.
+TFLOP/s. Weights are drawn on the card, with the recipe's distributions and other numbers. `--wide`: experts
+with larger tiles (openk3.ops.moe.kernels.wide). `--apart`: the latent projection is a product of its own.
+Another `--recipe` (nano, or a file) runs on a CPU too: a rehearsal.
 """
 
 from __future__ import annotations
