@@ -1,25 +1,28 @@
 """MFU of training `1b`, a K3 with 1.05B active parameters, on one GPU: row `train_mfu_1b`.
 
-    python bench/train_mfu.py [h200] bare [--micro 32768 65536 16384] [--repeat 3] [--budget S] [--wide] [--apart]
-    python bench/train_mfu.py [h200] profile [--micro 32768] [--accumulation 2] [--wide] [--apart]
+    python bench/train_mfu.py [h200] bare [--micro 32768 65536 16384] [--forms now both] [--budget SECONDS]
+    python bench/train_mfu.py [h200] profile [--micro 32768] [--accumulation 2] [--forms now]
 
 `bare` takes whole steps of the recipe, 524,288 tokens each: forward and backward of every micro-batch,
 clipping, Muon and AdamW, balancing, telemetry read one step late. Sizes of micro-batches are tried in turn on
-the same weights. One that does not fit is said and left out, a smaller one than the best is not tried, and
-none begins after `--budget` seconds. `profile` prints the parts of a step beside their floors, as
-`openk3 profile` does, of fewer micro-batches.
+the same weights, each in every form. One that does not fit is said and left out, a smaller one than the best
+is not tried, and none begins after `--budget` seconds. With `--accumulation`, steps are shorter and nothing is
+merged: to compare forms. `profile` prints the parts of a step beside their floors, as `openk3 profile` does.
+
+Forms: `wide` has larger tiles for experts (openk3.ops.moe.kernels.wide), `apart` makes the latent projection
+a product of its own (openk3.ops.moe.entry), `both` does both.
 
 Tokens are random and resident, in documents of the lengths of source files, packed to 4,096. MFU is the FLOPs
 of openk3.train.flops (recompute and element-wise work count nothing) over the seconds of these steps and 989
-TFLOP/s. Weights are drawn on the card, with the recipe's distributions and other numbers. `--wide`: experts
-with larger tiles (openk3.ops.moe.kernels.wide). `--apart`: the latent projection is a product of its own.
-Another `--recipe` (nano, or a file) runs on a CPU too: a rehearsal.
+TFLOP/s. Weights are drawn on the card, with the recipe's distributions and other numbers. Another `--recipe`
+(nano, or a file) runs on a CPU too: a rehearsal.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import os
@@ -28,6 +31,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -52,6 +56,13 @@ from openk3.train.reduce import OneProcess
 from openk3.train.state import TrainState
 from openk3.train.step import Row, Unread, launch, read, update
 
+APART, LARGE = (entry, "APART", 512), (wide, "LEAST", 512)
+FORMS: dict[str, tuple[tuple[Any, str, int], ...]] = {
+    "now": (),
+    "wide": (LARGE,),
+    "apart": (APART,),
+    "both": (LARGE, APART),
+}
 WARM = 1  # steps before the clock starts: compilation, moments, the allocator's first segments
 
 
@@ -130,6 +141,27 @@ def measure(state: TrainState, config: TrainConfig, number: int) -> tuple[float,
     return mfu, shape
 
 
+def using(form: str) -> ExitStack:
+    """A context in which that form runs."""
+    stack = ExitStack()
+    for change in FORMS[form]:
+        stack.enter_context(patch.object(*change))
+    return stack
+
+
+def attempt(state: TrainState, config: TrainConfig, number: int) -> tuple[float, str]:
+    """`measure`, or an MFU of 0 where a micro-batch does not fit."""
+    found = 0.0, ""
+    try:
+        found = measure(state, config, number)
+    except torch.cuda.OutOfMemoryError as error:
+        print(f"  does not fit: {str(error).splitlines()[0][:160]}", flush=True)
+    state.optimizer.zero_grad()  # of a step that did not end
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
+
+
 def bare(arguments: argparse.Namespace) -> int:
     end = time.monotonic() + arguments.budget
     config = settings(arguments.recipe, arguments.micro[0])
@@ -137,28 +169,24 @@ def bare(arguments: argparse.Namespace) -> int:
     state = fresh(config, made(config))
     print(f"weights and moments: {time.perf_counter() - began:.1f} s", flush=True)
     best, largest = 0.0, 0
-    for micro in arguments.micro:
+    for micro, form in itertools.product(arguments.micro, arguments.forms):
+        name = f"micro-batches of {micro}, {form}"
         if micro < largest:
             continue
         if time.monotonic() > end:
-            print(f"micro-batches of {micro}: not started, out of time")
-            break
-        print(f"micro-batches of {micro}:", flush=True)
-        try:
-            mfu, shape = measure(state, settings(arguments.recipe, micro), arguments.repeat)
-        except torch.cuda.OutOfMemoryError as error:
-            print(f"  does not fit: {str(error).splitlines()[0][:160]}", flush=True)
-            mfu = 0.0
-        state.optimizer.zero_grad()  # of a step that did not end
-        gc.collect()
-        torch.cuda.empty_cache()
+            print(f"{name}: not started, out of time")
+            continue
+        print(f"{name}:", flush=True)
+        config = settings(arguments.recipe, micro, arguments.accumulation)
+        with using(form):
+            mfu, shape = attempt(state, config, arguments.repeat)
         if mfu:
-            largest = micro
+            largest = max(largest, micro)
         if mfu > best:
             best = mfu
-            found = row("train_mfu_1b", mfu, "share", "higher", shape=shape)
-            print(json.dumps(found))
-            if arguments.recipe == "1b" and not arguments.ours_alone:
+            found = row("train_mfu_1b", mfu, "share", "higher", shape=f"{shape}; form: {form}")
+            print(json.dumps(found), flush=True)
+            if arguments.recipe == "1b" and not arguments.accumulation and not arguments.ours_alone:
                 merge([found], arguments.device)
     return 0 if best else 1
 
@@ -167,8 +195,9 @@ def parts(arguments: argparse.Namespace) -> int:
     """The table of `openk3 profile`, and its numbers beside the results."""
     from openk3.cli.profile import app
 
-    config = settings(arguments.recipe, arguments.micro[0], arguments.accumulation)
-    found = profile(config, arguments.recipe, steps=1)
+    config = settings(arguments.recipe, arguments.micro[0], arguments.accumulation or 2)
+    with using(arguments.forms[0]):
+        found = profile(config, arguments.recipe, steps=1)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     save(found, arguments.json)
     app([str(arguments.json), "--pieces", str(arguments.top)], standalone_mode=False)
@@ -185,23 +214,21 @@ def main() -> int:
     parser.add_argument("--micro", type=int, nargs="+", default=[32768, 65536, 16384], help="tokens of each")
     parser.add_argument("--repeat", type=int, default=3, help="steps that `bare` measures")
     parser.add_argument("--budget", type=float, default=120, help="seconds after which no size begins")
-    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches of a step of `profile`")
+    parser.add_argument(
+        "--accumulation", type=int, help="micro-batches of a step; the recipe's, or 2 (profile)"
+    )
+    parser.add_argument(
+        "--forms", choices=FORMS, nargs="+", default=["now"], help="`profile` takes the first"
+    )
     parser.add_argument("--top", type=int, default=40, help="kernels that `profile` lists")
     parser.add_argument("--json", type=Path, default=Path("/tmp/openk3/1b-step.json"), help="of `profile`")
-    parser.add_argument("--wide", action="store_true", help="large tiles for the experts")
-    parser.add_argument("--apart", action="store_true", help="the latent projection by itself")
     parser.add_argument("--ours-alone", action="store_true", help="nothing is merged")
     parser.add_argument("--recipe", default="1b", help="another one is not merged")
     arguments = parser.parse_args()
     if arguments.recipe == "1b" and not torch.cuda.is_available():
         print("bench/train_mfu.py needs a CUDA device")
         return 0
-    with ExitStack() as stack:
-        stack.enter_context(patch("openk3.train.state.initialise", drawn_there))
-        if arguments.wide:
-            stack.enter_context(patch.object(wide, "LEAST", 512))
-        if arguments.apart:
-            stack.enter_context(patch.object(entry, "APART", 512))
+    with patch("openk3.train.state.initialise", drawn_there):
         return works[arguments.work](arguments)
 
 
