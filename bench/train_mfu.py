@@ -6,7 +6,7 @@
 `bare` takes whole steps of the recipe, 524,288 tokens each: forward and backward of every micro-batch,
 clipping, Muon and AdamW, balancing, telemetry read one step late. Sizes of micro-batches are tried in turn on
 the same weights, each in every form. One that does not fit is said and left out, a smaller one than the best
-is not tried, and none begins after `--budget` seconds. With `--accumulation`, steps are shorter and nothing is
+is not tried, and none begins after `--budget` seconds. With `--accumulation` steps are shorter and nothing is
 merged: to compare forms. `profile` prints the parts of a step beside their floors, as `openk3 profile` does.
 
 Forms: `wide` has larger tiles for experts (openk3.ops.moe.kernels.wide), `apart` makes the latent projection
@@ -50,11 +50,12 @@ from openk3.train.config import TrainConfig
 from openk3.train.data import TrainingData
 from openk3.train.feed import Fed, Feed
 from openk3.train.flops import model_flops
+from openk3.train.metrics import Row
 from openk3.train.profile import MadeDocuments, profile, save
 from openk3.train.recipes import load_recipe
 from openk3.train.reduce import OneProcess
 from openk3.train.state import TrainState
-from openk3.train.step import Row, Unread, launch, read, update
+from openk3.train.step import Unread, launch, read, update
 
 APART, LARGE = (entry, "APART", 512), (wide, "LEAST", 512)
 FORMS: dict[str, tuple[tuple[Any, str, int], ...]] = {
