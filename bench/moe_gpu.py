@@ -1,13 +1,13 @@
 """The routed experts on a GPU in training and prefill, beside torch's grouped and batched products.
 
-    python bench/moe_gpu.py [h200] [--forms] [--pieces] [--variants]
+    python bench/moe_gpu.py [h200] [--forms] [--pieces] [--variants] [--shape r1|1b]
 
 `moe_fwd_8192x16of896` is the grouped products with SiTU between them, from rows that are grouped already, as
 its peer is: one grouped product of gate and up together, compiled SiTU, one grouped product.
 `moe_fwdbwd_r1` begins with ids: plan, dispatch, products, combine and all gradients. Its peers pad each
 expert's rows to the longest and multiply in batches, or are our eager form on grouped products.
-`--forms` checks and times the forms of r1's products, `--pieces` times each kernel alone against its floor,
-`--variants` kernels over their sizes.
+`--forms` checks and times the forms of the products of r1, or of a micro-batch of 1b, `--pieces` times each
+kernel alone against its floor, `--variants` kernels over their sizes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -36,6 +37,8 @@ LIMIT = 1e-2  # relative L2: operands, hidden rows and results are rounded to bf
 # T, k, E, l, F
 K3 = 8192, 16, 896, 3584, 3072
 R1 = 131072, 6, 256, 256, 416
+ONE_B = 32768, 8, 128, 1024, 512
+SHAPES = {"r1": R1, "1b": ONE_B}
 
 
 def choose(T: int, k: int, E: int) -> tuple[Tensor, Tensor]:
@@ -216,7 +219,7 @@ def attempt(name: str, call: Callable[[], Result]) -> Result | None:
 
 def pieces(limits: Ceilings, size: tuple[int, ...]) -> dict[str, tuple[float, Callable[[], object]]]:
     """Every kernel of one layer, by name, with its floor in ms."""
-    from openk3.ops.moe.kernels import choice, gradients, narrow, products
+    from openk3.ops.moe.kernels import choice, gradients, narrow, products, wide
     from openk3.ops.moe.kernels.plan import plan_tensors, tile_starts
     from openk3.ops.moe.kernels.rows import combine, gather
 
@@ -229,8 +232,10 @@ def pieces(limits: Ceilings, size: tuple[int, ...]) -> dict[str, tuple[float, Ca
     offsets = routes.offsets
     rows, hidden = gather(x, routes.tokens), torch.randn(R, F, device="cuda").bfloat16()
 
-    def grouped(w_a: Tensor, w_b: Tensor, source: Tensor, unit: str) -> Tensor:
-        tiles = products.tiles_for(R, E)
+    def grouped(
+        w_a: Tensor, w_b: Tensor, source: Tensor, unit: str, tiles: products.Tiles | None = None
+    ) -> Tensor:
+        tiles = tiles or products.tiles_for(R, E)
         starts = tile_starts(offsets, tiles.height)
         return products.product(source, w_a, w_b, offsets, starts, tiles, unit, 4.0, 25.0)
 
@@ -246,7 +251,7 @@ def pieces(limits: Ceilings, size: tuple[int, ...]) -> dict[str, tuple[float, Ca
 
     matrix, flops = 2 * E * F * width, 2 * R * F * width
     r_l, r_f, t_l = 2 * R * width, 2 * R * F, 2 * T * width
-    return {
+    made: dict[str, tuple[float, Callable[[], object]]] = {
         "choice": (limits.floor(4 * T * E, 0), lambda: choice.select_experts(logits, k)),
         "histogram": (
             limits.floor(4 * T * E, 0),
@@ -278,32 +283,65 @@ def pieces(limits: Ceilings, size: tuple[int, ...]) -> dict[str, tuple[float, Ca
             lambda: gradients.weight_gradients(rows, None, hidden, offsets),
         ),
         "row gradients": (limits.floor(2 * matrix + r_l + 2 * r_f, 2 * flops), row_gradients),
-        "packing": (limits.floor(4 * matrix, 0), lambda: narrow.pack(w1, w3, 32)),
-        "rows stay, forward": (
-            limits.floor(3 * matrix + t_l + r_l, 3 * flops),
-            lambda: narrow.forward(x, routes.tokens, w1, w3, w2, offsets, "situ", 4.0, 25.0),
-        ),
-        "rows stay, backward": (
-            limits.floor(3 * matrix + 2 * t_l + 3 * r_l + 3 * r_f, 5 * flops),
-            lambda: narrow.backward(
-                x, x, routes.tokens, w1, w3, w2, weights, routes.order, offsets, "situ", 4.0, 25.0
-            ),
-        ),
     }
+    if width <= narrow.WIDEST:
+        made |= {
+            "packing": (limits.floor(4 * matrix, 0), lambda: narrow.pack(w1, w3, 32)),
+            "rows stay, forward": (
+                limits.floor(3 * matrix + t_l + r_l, 3 * flops),
+                lambda: narrow.forward(x, routes.tokens, w1, w3, w2, offsets, "situ", 4.0, 25.0),
+            ),
+            "rows stay, backward": (
+                limits.floor(3 * matrix + 2 * t_l + 3 * r_l + 3 * r_f, 5 * flops),
+                lambda: narrow.backward(
+                    x, x, routes.tokens, w1, w3, w2, weights, routes.order, offsets, "situ", 4.0, 25.0
+                ),
+            ),
+        }
+    if min(width, F) >= 512:
+        made |= {
+            "wide: gate and up": (
+                made["gate and up"][0],
+                lambda: grouped(w1, w3, rows, "situ", wide.FORWARD),
+            ),
+            "wide: down": (made["down"][0], lambda: grouped(w2, w2, hidden, "", wide.FORWARD)),
+            "wide: hidden gradients": (
+                made["hidden gradients"][0],
+                lambda: wide.hidden_gradients(
+                    rows, rows, w1, w3, w2, weights, routes.order, offsets, "situ", 4.0, 25.0
+                ),
+            ),
+            "wide: row gradients": (
+                made["row gradients"][0],
+                lambda: wide.row_gradients(hidden, hidden, w1, w3, offsets),
+            ),
+        }
+    return made
 
 
-def time_pieces(limits: Ceilings) -> None:
-    for name, (floor, call) in pieces(limits, R1).items():
+def time_pieces(limits: Ceilings, shape: str) -> None:
+    for name, (floor, call) in pieces(limits, SHAPES[shape]).items():
         time = attempt(name, lambda call=call: milliseconds(call))  # type: ignore[misc]
-        print(f"r1 {name}: {time} ms, floor {floor:.4f} ms", flush=True)
+        print(f"{shape} {name}: {time} ms, floor {floor:.4f} ms", flush=True)
 
 
-def forms() -> None:
-    """Each form of the products, right at r1's widths first, then all of `moe_fwdbwd_r1` in it."""
-    from openk3.ops.moe.kernels import narrow
+def forms(shape: str) -> None:
+    """Each form of the products, right at these widths first, then all from ids to gradients in it."""
+    from openk3.ops.moe.kernels import narrow, wide
 
-    _, k, E, width, F = R1
-    small, large = draw(4000, k, 16, width, F), draw(*R1)
+    known: dict[str, dict[str, list[tuple[Any, str, Any]]]] = {
+        "r1": {
+            "by product": [(narrow, "FEWEST", 1 << 30)],
+            "rows stay": [(narrow, "HOPPER", False)],
+            "rows stay, in Gluon": [(narrow, "HOPPER", True)],
+        },
+        "1b": {
+            "by product": [(wide, "LEAST", None)],
+            "wide tiles": [(wide, "LEAST", 512)],
+        },
+    }
+    _, k, E, width, F = SHAPES[shape]
+    small, large = draw(4000, k, 16, width, F), draw(*SHAPES[shape])
     exact = results(*small, "eager", torch.float64)
     leaves = [part.detach().requires_grad_() for part in large[1]]
     d_u = torch.randn_like(leaves[0])
@@ -313,12 +351,10 @@ def forms() -> None:
         u = expert_ffn(*leaves[:2], routes, *leaves[2:], ACTIVATION, implementation="triton")
         return torch.autograd.grad(u, leaves, d_u)
 
-    for name, fewest, hopper in (
-        ("by product", 1 << 30, False),
-        ("rows stay", narrow.FEWEST, False),
-        ("rows stay, in Gluon", narrow.FEWEST, True),
-    ):
-        with patch.multiple(narrow, FEWEST=fewest, HOPPER=hopper):
+    for name, changes in known[shape].items():
+        with ExitStack() as stack:
+            for change in changes:
+                stack.enter_context(patch.object(*change))
             made = attempt(name, lambda: results(*small, "triton"))
             if made is None:
                 continue
@@ -327,15 +363,13 @@ def forms() -> None:
             right = max(errors) < LIMIT and all(map(torch.equal, made, again))
             print(name, "is right:" if right else "IS WRONG:", *(f"{e:.1e}" for e in errors), flush=True)
             if right:
-                print(
-                    f"   moe_fwdbwd_r1: {attempt(name, lambda: milliseconds(both_ways, 20, 100))} ms",
-                    flush=True,
-                )
+                time = attempt(name, lambda: milliseconds(both_ways, 20, 100))
+                print(f"   moe_fwdbwd_{shape}: {time} ms", flush=True)
 
 
-def try_variants(limits: Ceilings, steps: Steps) -> None:
-    """Kernels over their sizes: of r1, and of K3 with an eighth of its tokens and experts."""
-    from openk3.ops.moe.kernels import gradients, narrow, products
+def try_variants(limits: Ceilings, steps: Steps, shape: str) -> None:
+    """Kernels over their sizes: of r1, and of K3 with an eighth of its tokens and experts; or of 1b."""
+    from openk3.ops.moe.kernels import gradients, narrow, products, wide
 
     T, k, E, width, F = K3
     few = [
@@ -359,6 +393,18 @@ def try_variants(limits: Ceilings, steps: Steps) -> None:
             ("down", products, "FEW", few),
         ],
     }
+    if shape == "1b":
+        tiles = products.Tiles
+        attempts = {
+            ONE_B: [
+                ("wide: gate and up", wide, "FORWARD", [wide.FORWARD, tiles(256, 0, 64, 64, 8, 4)]),
+                ("wide: down", wide, "FORWARD", [wide.FORWARD, tiles(256, 0, 64, 64, 8, 4)]),
+                ("wide: hidden gradients", wide, "HIDDEN", [wide.HIDDEN, tiles(128, 0, 128, 64, 8, 3)]),
+                ("wide: row gradients", wide, "ROWS", [wide.ROWS, tiles(256, 0, 128, 64, 8, 4)]),
+                ("weight gradients, gate and up", gradients, "TWO_WEIGHTS", blocks),
+                ("weight gradients, down", gradients, "ONE_WEIGHT", blocks),
+            ]
+        }
     for size, kernels in attempts.items():
         made = pieces(limits, size)
         for name, module, setting, variants in kernels:
@@ -381,11 +427,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("device", nargs="?", default="h200", help="names the file of results")
-    parser.add_argument("--pieces", action="store_true", help="time each kernel of r1 instead")
-    parser.add_argument(
-        "--forms", action="store_true", help="check and time the forms of r1's products instead"
-    )
+    parser.add_argument("--pieces", action="store_true", help="time each kernel instead")
+    parser.add_argument("--forms", action="store_true", help="check and time the forms of products instead")
     parser.add_argument("--variants", action="store_true", help="try tile sizes instead")
+    parser.add_argument("--shape", choices=SHAPES, default="r1", help="of these three")
     add_options(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -393,13 +438,13 @@ def main() -> int:
         return 0
     steps = Steps(None if arguments.ours_alone else arguments.device, arguments.budget)
     if arguments.forms:
-        steps("forms", forms)
+        steps("forms", lambda: forms(arguments.shape))
     steps.check("errors", check)
     limits = ceilings()
     if arguments.pieces:
-        steps("pieces", lambda: time_pieces(limits))
+        steps("pieces", lambda: time_pieces(limits, arguments.shape))
     if arguments.variants:
-        steps("variants", lambda: try_variants(limits, steps))
+        steps("variants", lambda: try_variants(limits, steps, arguments.shape))
     if not (arguments.forms or arguments.pieces or arguments.variants):
         steps("r1", lambda: r1(limits, steps, True))
         steps("K3", lambda: k3(limits, steps, True))

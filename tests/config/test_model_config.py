@@ -36,6 +36,7 @@ def test_the_layer_pattern_is_three_to_one_with_global_attention_last():
     assert sum(not k3.is_mla(i) for i in range(93)) == 69
     assert PRESETS["linear-48b"].mla_layer_numbers == (4, 8, 12, 16, 20, 24, 27)
     assert PRESETS["r1"].mla_layer_numbers == (4, 8, 12)
+    assert PRESETS["1b"].mla_layer_numbers == (4, 8, 12, 16)
 
 
 def test_unknown_fields_are_refused_by_name_at_every_depth():

@@ -119,6 +119,40 @@ def test_no_form_leaks_rows_of_other_experts():
     assert all(gradient[[0, 2]].isfinite().all() for gradient in d_w)
 
 
+@pytest.fixture
+def wide_tiles(monkeypatch):
+    from openk3.ops.moe.kernels import wide
+
+    monkeypatch.setattr(wide, "suits", lambda rows, w1: rows > 0)
+
+
+# 1b's widths, then those that fill no tile.
+@pytest.mark.parametrize(("width", "F"), [(1024, 512), (640, 768), (520, 136), (72, 40)])
+@pytest.mark.parametrize("kind", ["situ", "swiglu"])
+@pytest.mark.usefixtures("wide_tiles")
+def test_wide_tiles_are_right(width, F, kind):
+    assert_right(distinct_ids(2000, 3, 7), case(2000, 3, 7, width, F), kind)
+
+
+@pytest.mark.parametrize("rows", [1, 128, 129, 1000])
+@pytest.mark.usefixtures("wide_tiles")
+def test_wide_tiles_are_right_where_most_experts_have_no_rows(rows):
+    assert_right(torch.full((rows, 1), 3, device="cuda"), case(rows, 1, 6, 512, 512))
+
+
+@pytest.mark.usefixtures("wide_tiles")
+def test_wide_tiles_give_equal_bits_and_leak_no_rows_of_other_experts():
+    ids, inputs = distinct_ids(3000, 6, 16), case(3000, 6, 16, 1024, 512)
+    first = results(ids, inputs)
+    assert all(all(map(torch.equal, first, results(ids, inputs))) for _ in range(3))
+    ids, inputs = torch.arange(3, device="cuda").repeat(500)[:, None], case(1500, 1, 3, 512, 512)
+    inputs[0][1::3] = torch.inf  # those of expert 1
+    u, d_x, _, *d_w = results(ids, inputs)
+    fine = ids[:, 0] != 1
+    assert u[fine].isfinite().all() and d_x[fine].isfinite().all()
+    assert all(gradient[[0, 2]].isfinite().all() for gradient in d_w)
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_any_shape_is_right(seed):
     make = torch.Generator().manual_seed(seed)

@@ -95,6 +95,15 @@ def test_outputs_and_gradients_are_those_of_the_equations(shape):
     assert_right(draw(T, d, E, width), k)
 
 
+@pytest.mark.parametrize("shape", ["r1", "K3's widths", "ragged tiles", "no token"])
+def test_a_latent_projected_by_itself_is_right(shape, monkeypatch):
+    from openk3.ops.moe import entry
+
+    monkeypatch.setattr(entry, "APART", 0)
+    T, d, E, width, k = SHAPES[shape]
+    assert_right(draw(T, d, E, width), k)
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_any_shape_is_right(seed):
     make = torch.Generator().manual_seed(seed)

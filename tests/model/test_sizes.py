@@ -35,6 +35,18 @@ def test_r1_is_as_near_the_public_run_as_its_figures_allow():
     assert sizes.active_non_embedding == pytest.approx(61.4e6, abs=0.05e6)
 
 
+def test_1b_has_a_billion_active_parameters_in_widths_of_whole_tiles():
+    config = PRESETS["1b"]
+    sizes = count(config)
+    assert sizes.total == pytest.approx(3.882e9, abs=0.0005e9)
+    assert sizes.active == sizes.active_without_lookup == pytest.approx(1.051e9, abs=0.0005e9)
+    assert sizes.active_non_embedding == pytest.approx(0.715e9, abs=0.0005e9)
+    products = [p for p in K3(config, device="meta").parameters() if p.dim() >= 2 and min(p.shape[-2:]) > 64]
+    assert len(products) > 200
+    odd = {tuple(p.shape) for p in products if any(width % 128 for width in p.shape[-2:])}
+    assert odd == {(512 + 64, 2048)}  # MLA's latent and shared key
+
+
 def test_kimi_linear_is_48b_with_3b_active():
     sizes = count(PRESETS["linear-48b"])
     assert sizes.total == pytest.approx(49.12e9, abs=0.01e9)

@@ -116,6 +116,27 @@ def test_choice_outputs_and_gradients_are_those_of_the_equations_in_float64(shap
     assert_chosen_as_equations(inputs, routing, k)
 
 
+@pytest.mark.parametrize(("width", "called"), [(16, 1), (8, 0)])
+def test_a_wide_latent_is_a_product_of_its_own(width, called, monkeypatch):
+    """With the same routes, weights and gradients, for a new choice and for an earlier one."""
+    from openk3.ops.moe import entry
+
+    inputs, products = draw(40, 24, 20, width), []
+    monkeypatch.setattr(entry, "APART", 16)
+    monkeypatch.setattr(
+        entry.F, "linear", lambda x, w, linear=F.linear: products.append(w.shape) or linear(x, w)
+    )
+    made = run(inputs, 3, counted=Counted(None, 7))
+    assert products == [(width, 24)] * called
+    monkeypatch.setattr(entry, "APART", None)
+    together = run(inputs, 3, counted=Counted(None, 7))
+    assert torch.equal(made.routing.ids, together.routing.ids)
+    assert torch.equal(made.load, together.load) and torch.equal(made.histogram, together.histogram)
+    monkeypatch.setattr(entry, "APART", 16)
+    routing = assert_right(inputs, 3)
+    assert_right(inputs, 3, chosen=(routing.ids, routing.cutoff))
+
+
 @settings(max_examples=5, deadline=None)
 @given(st.integers(1, 24), st.integers(1, 3), st.integers(2, 24), st.integers(1, 3), st.integers(1, 5))
 def test_any_sizes(T, depth, E, widths, k):

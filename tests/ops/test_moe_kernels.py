@@ -24,7 +24,7 @@ NAMES = ("u", "dx", "dp", "dw1", "dw3", "dw2")
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_tiles():
-    from openk3.ops.moe.kernels import gradients, narrow, plan, products
+    from openk3.ops.moe.kernels import gradients, narrow, plan, products, wide
 
     one = {"depth": 8, "warps": 1, "stages": 1}
     with pytest.MonkeyPatch.context() as patch:
@@ -36,17 +36,22 @@ def _small_tiles():
         patch.setattr(gradients, "ONE_WEIGHT", gradients.Blocks(height=8, width=8, **one))
         patch.setattr(narrow, "FORWARD", narrow.Slabs(rows=8, features=8, warps=1, stages=1))
         patch.setattr(narrow, "BACKWARD", narrow.Slabs(rows=4, features=16, warps=1, stages=1))
+        patch.setattr(wide, "FORWARD", products.Tiles(rows=8, tail=0, features=8, **one))
+        patch.setattr(wide, "HIDDEN", products.Tiles(rows=8, tail=0, features=16, **one))
+        patch.setattr(wide, "PARTS", 2)
+        patch.setattr(wide, "ROWS", products.Tiles(rows=8, tail=0, features=16, **one))
         patch.setattr(plan, "BLOCK", 16)
         patch.setattr(plan, "TURN", 8)
         yield
 
 
-@pytest.fixture(params=["by product", "rows stay"])
+@pytest.fixture(params=["by product", "rows stay", "wide tiles"])
 def form(request, monkeypatch):
-    """The two forms of the products, whatever would be chosen."""
-    from openk3.ops.moe.kernels import narrow
+    """The forms of the products, whatever would be chosen."""
+    from openk3.ops.moe.kernels import narrow, wide
 
     monkeypatch.setattr(narrow, "suits", lambda rows, w1: request.param == "rows stay")
+    monkeypatch.setattr(wide, "suits", lambda rows, w1: request.param == "wide tiles" and rows > 0)
 
 
 def kernel(ids: torch.Tensor, experts: int, kind: str = "situ"):
@@ -224,6 +229,17 @@ def test_rows_stay_where_experts_are_narrow_and_rows_many():
     w = torch.empty(2, 8, 256, dtype=torch.bfloat16)
     assert narrow.suits(513, w) and not narrow.suits(512, w)
     assert not narrow.suits(513, w.float()) and not narrow.suits(513, torch.empty(2, 8, 264).bfloat16())
+
+
+def test_wide_tiles_are_for_wide_experts_with_many_rows(monkeypatch):
+    from openk3.ops.moe.kernels import wide
+
+    w = torch.empty(2, 512, 1024, dtype=torch.bfloat16)
+    monkeypatch.setattr(wide, "LEAST", None)
+    assert not wide.suits(513, w)
+    monkeypatch.setattr(wide, "LEAST", 512)
+    assert wide.suits(513, w) and not wide.suits(512, w)
+    assert not wide.suits(513, w[:, :504]) and not wide.suits(513, w[:, :, :504])
 
 
 def test_tiles_cover_each_experts_rows_once():

@@ -224,8 +224,22 @@ def test_every_function_of_the_table_names_itself():
     from openk3.ops import attention, attnres, cross_entropy, moe, norm
     from openk3.optim import Optimizer, clipping
     from openk3.train import balance
+    from openk3.train import gradients as sums
 
-    homes = [kda, mla, protocols, residual, attention, attnres, cross_entropy, moe, norm, clipping, balance]
+    homes = [
+        kda,
+        mla,
+        protocols,
+        residual,
+        attention,
+        attnres,
+        cross_entropy,
+        moe,
+        norm,
+        clipping,
+        balance,
+        sums,
+    ]
     found = {name: getattr(home, name) for home in homes for name in FUNCTIONS if hasattr(home, name)}
     found |= {"Optimizer.step": Optimizer.step, "Optimizer.qk_clip": Optimizer.qk_clip}
     assert FUNCTIONS.keys() - found.keys() <= {"gated_mla", "route_and_project"}

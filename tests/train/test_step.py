@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_run import tiny_config, tiny_data, tiny_run, without_timing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from openk3.checkpoint.jsonl import read_jsonl
 from openk3.checkpoint.train_state import CheckpointStore
@@ -308,6 +309,62 @@ def test_bf16_accumulates_gradients_in_fp32_and_keeps_fp32_masters(tmp_path, mon
     assert master.dtype == torch.float32
     assert torch.equal(master.bfloat16(), weight)
     assert not torch.equal(master, weight.float())
+
+
+class _Widened(TorchDispatchMode):
+    """Elements of half-precision tensors that were written out in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and args[0].dtype == torch.bfloat16:
+            self.elements += args[0].numel() if made.dtype == torch.float32 else 0
+        return made
+
+
+def test_bf16_gradients_of_micro_batches_add_up_to_the_bits_of_fp32_sums(tmp_path):
+    """The table's own gradient is a sum in fp32 too: nothing of it is rounded twice."""
+    config, state = fresh(tmp_path, train={"precision": "bf16", "accumulation": 3})
+    model, batches = state.model, micro_batches(state)
+    valid = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+    weights = dict(model.named_parameters())
+    shared = {name for name, p in weights.items() if p is model.embed_tokens.weight or p is model.head_weight}
+    expected: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        loss = model.loss(
+            batch.tokens, batch.targets, batch.cu_seqlens, mtp_weight=config.train.mtp_weight,
+            record=ForwardRecord(token_mask=batch.token_mask),
+        )  # fmt: skip
+        made = torch.autograd.grad(loss.total / valid, list(weights.values()), allow_unused=True)
+        for name, gradient in zip(weights, made, strict=True):
+            if gradient is not None:
+                assert (gradient.dtype == torch.float32) == (
+                    name in shared or weights[name].dtype.itemsize == 4
+                )
+                expected[name] = expected.get(name, 0) + gradient.float()
+    launch(state, config, OneProcess())
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.float32 and torch.equal(gradient, expected[name]), name
+
+
+def test_only_the_first_micro_batchs_gradients_are_written_out_in_fp32(tmp_path):
+    def widened(accumulation: int) -> tuple[int, int]:
+        """Elements, and those of gradients of half-precision weights but the table."""
+        config, state = fresh(tmp_path, train={"precision": "bf16", "accumulation": accumulation})
+        with _Widened() as mode:
+            launch(state, config, OneProcess())
+        halves = [p for p in state.model.parameters() if p.grad is not None and p.dtype == torch.bfloat16]
+        table = state.model.embed_tokens.weight
+        return mode.elements, sum(p.numel() for p in halves if p is not table)
+
+    (one, own), (two, _), (three, _) = (widened(n) for n in (1, 2, 3))
+    assert two - one == three - two  # what a forward and a backward widen, and the table's gradients
+    assert one - (two - one) == own > 0
 
 
 def test_training_learns_what_there_is_to_learn(tmp_path):

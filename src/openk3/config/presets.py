@@ -72,8 +72,9 @@ R1 = ModelConfig(
     max_context=4096,
 )
 
-# One card of 139 GiB trains it with masters and moments: 3.88B total, 1.05B active, 0.72B of them
-# non-embedding.
+# For one card of 139 GiB, with masters and moments: 3.88B total, 1.051B active (the table once, as the head),
+# 0.715B of them non-embedding. The release's ratios, latent of half the width included, in widths that 128
+# divides; the recipe 1b.toml says why these.
 ONE_B = ModelConfig(
     vocab_size=163840,
     hidden_size=2048,

@@ -24,6 +24,7 @@ from openk3.optim import Optimizer
 from openk3.train.config import TrainConfig
 from openk3.train.data import TrainingData
 from openk3.train.feed import Feed
+from openk3.train.gradients import prepare_gradients
 from openk3.train.recipes import as_table
 from openk3.train.reduce import Reduction
 from openk3.train.spike import SpikeGuard
@@ -104,9 +105,7 @@ def begin(
         device=device_of(config),
         recompute=config.train.recompute,
     )
-    for parameter in model.parameters():
-        # Gradients of micro-batches add up in at least fp32.
-        parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
+    prepare_gradients(model)
     resumed = store.latest() is not None
     if not resumed:
         _fill(model, config, init_from)

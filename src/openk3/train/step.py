@@ -25,6 +25,7 @@ from openk3.optim import clip_scale, lr_factor
 from openk3.train.balance import routers, update_biases
 from openk3.train.config import TrainConfig
 from openk3.train.feed import Fed
+from openk3.train.gradients import widen_gradients
 from openk3.train.metrics import Row, attention_metrics, bias_metrics, detail_metrics, expert_metrics
 from openk3.train.readback import Lap, Name, Readback
 from openk3.train.reduce import Reduction
@@ -78,6 +79,8 @@ def launch(state: TrainState, config: TrainConfig, reduction: Reduction) -> Laun
             record=record,
         )
         torch.autograd.backward(loss.total / max(valid, 1))
+        if fed is batches[0]:
+            widen_gradients(model)
         totals.add(loss, record, fed, config.model)
     reduction.gradients(model.named_parameters())
     return Launched(step, detail, valid, totals.reduced(reduction), batches, lap)

@@ -69,6 +69,7 @@ FUNCTIONS = {
     "Optimizer.step": UPDATE,
     "Optimizer.qk_clip": QK_CLIP,
     "update_biases": BALANCE,
+    "widen_gradients": GRADIENT_SUMS,
 }
 """Part by a function's qualified name. A function that is not here belongs to what calls it."""
 

@@ -25,6 +25,28 @@ from openk3.ops.moe.kernels.units import unit_partials
 Tensor = torch.Tensor
 
 
+@triton.jit
+def leave_hidden(
+    gate, up, by_hidden, weights, order, hidden, d_gate, d_up, d_p, row, count, first, slab, R, F,
+    gate_cap, up_cap, UNIT: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """What follows from gate, up and dA', `[FEATURES, ROWS]` each: p A, p dA' d unit, and <dA', A>."""
+    act, by_gate, by_up = unit_partials(gate, up, gate_cap, up_cap, UNIT)
+    r = tl.arange(0, ROWS)
+    f = first + tl.arange(0, FEATURES)
+    own = r < count
+    place = row.to(tl.int64) + r
+    product = tl.where((f < F)[:, None], by_hidden * act, 0.0)
+    tl.store(d_p + slab.to(tl.int64) * R + place, tl.sum(product, 0), mask=own)
+    p = tl.load(weights + tl.load(order + place, mask=own, other=0), mask=own, other=0.0)[None, :]
+    by_hidden *= p
+    inside = own[:, None] & (f < F)[None, :]
+    place = place[:, None] * F + f[None, :]
+    tl.store(hidden + place, (act * p).to(hidden.dtype.element_ty).T, mask=inside)
+    tl.store(d_gate + place, (by_gate * by_hidden).to(d_gate.dtype.element_ty).T, mask=inside)
+    tl.store(d_up + place, (by_up * by_hidden).to(d_up.dtype.element_ty).T, mask=inside)
+
+
 @triton.jit(do_not_specialize=["R"])
 def _hidden(
     x, d_out, w1, w3, w2, weights, order, hidden, d_gate, d_up, d_p, offsets, starts, R, E, F, K,
@@ -46,21 +68,10 @@ def _hidden(
         up = tl.dot(w3.load([e * F + first, d]), right, up, input_precision="ieee")
         right = d_out.load([row, d]).T
         by_hidden = tl.dot(w2.load([e * K + d, first]).T, right, by_hidden, input_precision="ieee")
-
-    act, by_gate, by_up = unit_partials(gate, up, gate_cap, up_cap, UNIT)
-    r = tl.arange(0, ROWS)
-    f = first + tl.arange(0, FEATURES)
-    own = r < count
-    place = row.to(tl.int64) + r
-    product = tl.where((f < F)[:, None], by_hidden * act, 0.0)
-    tl.store(d_p + slab.to(tl.int64) * R + place, tl.sum(product, 0), mask=own)
-    p = tl.load(weights + tl.load(order + place, mask=own, other=0), mask=own, other=0.0)[None, :]
-    by_hidden *= p
-    inside = own[:, None] & (f < F)[None, :]
-    place = place[:, None] * F + f[None, :]
-    tl.store(hidden + place, (act * p).to(hidden.dtype.element_ty).T, mask=inside)
-    tl.store(d_gate + place, (by_gate * by_hidden).to(d_gate.dtype.element_ty).T, mask=inside)
-    tl.store(d_up + place, (by_up * by_hidden).to(d_up.dtype.element_ty).T, mask=inside)
+    leave_hidden(
+        gate, up, by_hidden, weights, order, hidden, d_gate, d_up, d_p, row, count, first, slab, R, F,
+        gate_cap, up_cap, UNIT, ROWS, FEATURES,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -3,7 +3,8 @@
     forward    gather -> gate and up with their unit -> down -> sum over slots
     backward   gather x and G -> gate, up, w2^T G and what follows from them -> gradients of rows and weights
 
-Narrow experts with many rows do all but the sum and the gradients of weights in one kernel (`narrow`).
+Narrow experts with many rows do all but the sum and the gradients of weights in one kernel (`narrow`), wide
+ones have larger tiles (`wide`).
 Kept for the backward: what came in, and the plan. The gradient of p needs no expert output (see `eager`).
 """
 
@@ -16,7 +17,7 @@ import torch
 
 from openk3.ops.activation import Activation
 from openk3.ops.kernel_operator import kernel_operator
-from openk3.ops.moe.kernels import few, gradients, narrow
+from openk3.ops.moe.kernels import few, gradients, narrow, wide
 from openk3.ops.moe.kernels.plan import tile_starts
 from openk3.ops.moe.kernels.products import product, tiles_for
 from openk3.ops.moe.kernels.rows import combine, gather
@@ -49,6 +50,8 @@ def forward_rows(
     up_cap: float,
 ) -> Tensor:
     """Each row through its expert, `[R, l]` -> `[R, l]`: w2 unit(w1 x, w3 x)."""
+    if wide.suits(len(rows), w1):
+        return wide.forward(rows, offsets, w1, w3, w2, unit, gate_cap, up_cap)
     tiles = tiles_for(len(rows), len(w1))
     starts = tile_starts(offsets, tiles.height)
     hidden = product(rows, w1, w3, offsets, starts, tiles, unit, gate_cap, up_cap)
@@ -105,6 +108,12 @@ def _expert_ffn_backward(
         rows, d_out, hidden, d_gate, d_up, d_rows, d_p = narrow.backward(
             x, d_u, tokens, w1, w3, w2, p, order, offsets, unit, gate_cap, up_cap
         )
+    elif wide.suits(len(tokens), w1):
+        rows, d_out = gather(x, tokens), gather(d_u, tokens)
+        hidden, d_gate, d_up, d_p = wide.hidden_gradients(
+            rows, d_out, w1, w3, w2, p, order, offsets, unit, gate_cap, up_cap
+        )
+        d_rows = wide.row_gradients(d_gate, d_up, w1, w3, offsets)
     else:
         rows, d_out = gather(x, tokens), gather(d_u, tokens)
         starts = tile_starts(offsets, gradients.HIDDEN.rows)
