@@ -145,6 +145,7 @@ FORWARD = Slabs(rows=128, features=32, warps=8, stages=3)
 BACKWARD = Slabs(rows=128, features=32, warps=8, stages=2)
 WIDEST = 256  # columns of rows that stay
 FEWEST = 256  # rows of an expert on average that pay for the packing
+PAIR = False  # of those in Gluon the ones of two warpgroups that do not march in step; no card has run them
 HOPPER = True  # the kernels in Gluon where they can be; by bench/moe_gpu.py --forms the fastest on an H200
 
 
@@ -192,9 +193,12 @@ def forward(
     if R == 0:
         return out
     if HOPPER and x.dtype == torch.bfloat16 and _hopper_takes(x, F, unit):
-        from openk3.ops.moe.kernels import narrow_hopper
+        from openk3.ops.moe.kernels import narrow_hopper, narrow_pair
 
-        narrow_hopper.forward(x, tokens, pack(w1, w3, 32), w2, out, offsets, gate_cap, up_cap)
+        if PAIR:
+            narrow_pair.forward(x, tokens, w1, w3, w2, out, offsets, gate_cap, up_cap)
+        else:
+            narrow_hopper.forward(x, tokens, pack(w1, w3, 32), w2, out, offsets, gate_cap, up_cap)
         return out
     WIDTH = _columns(K)
     _forward[(most_tiles(R, E, t.rows),)](
@@ -229,9 +233,10 @@ def backward(
     hidden, d_gate, d_up = (x.new_empty(R, F) for _ in range(3))
     made = Gradients(rows, d_out, hidden, d_gate, d_up, d_rows, x.new_empty(R, dtype=torch.float32))
     if HOPPER and _hopper_takes(x, F, unit):
-        from openk3.ops.moe.kernels import narrow_hopper
+        from openk3.ops.moe.kernels import narrow_hopper, narrow_pair
 
-        narrow_hopper.backward(x, d_u, tokens, w1, w3, w2, weights, order, made, offsets, gate_cap, up_cap)
+        form = narrow_pair if PAIR else narrow_hopper
+        form.backward(x, d_u, tokens, w1, w3, w2, weights, order, made, offsets, gate_cap, up_cap)
         return made
     WIDTH = _columns(K)
     _backward[(most_tiles(R, E, t.rows),)](

@@ -75,14 +75,15 @@ def _fetch(w13, w2, w13_tile, w2_tile, ready, e, slabs, s, wanted, WIDTH: gl.con
 @gluon.jit
 def _lines(x, LINES: gl.constexpr):
     """From the order of lanes to that of features; nothing moves."""
-    x = gl.permute(gl.reshape(x, [ROWS, 4, 4, 2]), [0, 2, 1, 3])
-    return gl.convert_layout(gl.reshape(x, [ROWS, SLAB]), LINES)
+    rows: gl.constexpr = x.shape[0]
+    x = gl.permute(gl.reshape(x, [rows, 4, 4, 2]), [0, 2, 1, 3])
+    return gl.convert_layout(gl.reshape(x, [rows, SLAB]), LINES)
 
 
 @gluon.jit
 def _activation(both, gate_cap, up_cap):
     """SiTU of the left and the right columns, as `units.unit` makes it for bf16."""
-    gate, up = gl.split(gl.permute(gl.reshape(both, [ROWS, 2, SLAB]), [0, 2, 1]))
+    gate, up = gl.split(gl.permute(gl.reshape(both, [both.shape[0], 2, SLAB]), [0, 2, 1]))
     return unit(gate, up, gate_cap, up_cap, "situ", True)
 
 
