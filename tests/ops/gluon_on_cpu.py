@@ -107,7 +107,7 @@ class Partition:
         self.knows: dict[int, int] = {}  # barriers of other partitions that its waits have seen
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """Another partition failed."""
 
 
@@ -135,7 +135,7 @@ class Turns:
             self.choose()
             self.change.wait_for(lambda: self.failure is not None or self.running == number)
             if self.failure is not None:
-                raise Stopped
+                raise StoppedError
             self.wants[number] = None
         self.machine.partition = self.machine.partitions[number]
 
@@ -146,7 +146,7 @@ class Turns:
             self.machine.partition = self.machine.partitions[number]
             if self.failure is None:
                 call()
-        except Stopped:
+        except StoppedError:
             pass
         except BaseException as error:  # noqa: BLE001
             self.failure = self.failure or error

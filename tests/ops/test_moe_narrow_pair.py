@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from closeness import relative_error
-from gluon_on_cpu import Machine, run
+from gluon_on_cpu import run
 from test_moe import case
 from test_moe_narrow_hopper import IDS, UNIT, by_row, in_float64, in_lanes_order
 

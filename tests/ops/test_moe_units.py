@@ -99,9 +99,7 @@ def test_the_short_form_is_finite_where_exponentials_are_not_and_keeps_nan():
     gate = torch.tensor([-1e4, -200.0, 1e4, 0.0, -0.0, inf, -inf, nan, 1.0])
     up = torch.tensor([1e4, -1e4, -1e4, 0.0, 3.0, inf, -inf, 1.0, nan])
     parts = short_partials(gate, up, (4.0, 25.0))
-    torch.testing.assert_close(
-        parts[0][:7], torch.tensor([0.0, 0, -100, 0, 0, 100, 0]), rtol=1e-6, atol=1e-9
-    )
+    torch.testing.assert_close(parts[0][:7], torch.tensor([0.0, 0, -100, 0, 0, 100, 0]), rtol=1e-6, atol=1e-9)
     for mine in parts:
         assert mine[:7].isfinite().all()
     assert parts[0][7:].isnan().all()

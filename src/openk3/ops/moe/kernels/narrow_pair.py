@@ -67,7 +67,7 @@ def _ring(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _rows(tiles, most, tile, SECOND: gl.constexpr, WHOLE: gl.constexpr, WIDTH: gl.constexpr):
+def _half_of(tiles, most, tile, SECOND: gl.constexpr, WHOLE: gl.constexpr, WIDTH: gl.constexpr):
     """The first row of a warpgroup's half of a tile, how many rows it has, and the indices of both axes.
 
     Looked up again where they are needed again: kept through the slabs they would take 50 registers.
@@ -83,7 +83,7 @@ def _rows(tiles, most, tile, SECOND: gl.constexpr, WHOLE: gl.constexpr, WIDTH: g
 def _fetch_ahead(weights, ring, m, wanted, WIDTH: gl.constexpr, STAGES: gl.constexpr):
     """Starts the copies of slab m, counted through all tiles of the program, if `wanted` and there is one."""
     w13, w2, tiles, most, slabs = weights
-    w13_tiles, w2_tiles, full, empty = ring
+    w13_tiles, w2_tiles, full = ring[:3]
     tile = gl.program_id(0) + m // slabs * gl.num_programs(0)
     wanted = wanted & (tile < gl.load(tiles + 3 * most))
     e = gl.load(tiles + tile, mask=wanted, other=0)
@@ -95,7 +95,7 @@ def _fetch_ahead(weights, ring, m, wanted, WIDTH: gl.constexpr, STAGES: gl.const
 @gluon.jit
 def _give_back(weights, ring, n, wanted, SECOND: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr):
     """This warpgroup is past slab n: the second, who is past it last, copies another one there."""
-    w13_tiles, w2_tiles, full, empty = ring
+    empty = ring[3]
     gl.thread_barrier()
     if SECOND:
         mbarrier.wait(empty.index(n % STAGES), (n // STAGES) & 1, pred=wanted)
@@ -109,8 +109,8 @@ def _forward_half(
     given, slab_weights, x_tile, ring, begun, SECOND: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr
 ):  # fmt: skip
     x, tokens, out, gate_cap, up_cap = given
-    w13, w2, tiles, most, slabs = slab_weights
-    w13_tiles, w2_tiles, full, empty = ring
+    tiles, most, slabs = slab_weights[2:]
+    w13_tiles, w2_tiles, full = ring[:3]
     TYPE: gl.constexpr = x.dtype.element_ty
     BOTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 2 * SLAB, 16])
     TOTAL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
@@ -123,7 +123,7 @@ def _forward_half(
             _fetch_ahead(slab_weights, ring, m, slabs > 0, WIDTH, STAGES)
     n = 0
     for tile in range(gl.program_id(0), gl.load(tiles + 3 * most), gl.num_programs(0)):
-        first, count, r, c = _rows(tiles, most, tile, SECOND, WHOLE, WIDTH)
+        first, count, r, c = _half_of(tiles, most, tile, SECOND, WHOLE, WIDTH)
         token = gl.load(tokens + first + r, mask=r < count, other=0)
         values = gl.load(x + token[:, None] * WIDTH + c[None, :], mask=(r < count)[:, None], other=0.0)
         # Every warp has stored its part of the tile before.
@@ -162,12 +162,12 @@ def _forward_half(
         n += 1
         x_tile.store(total.to(TYPE))
         gl.thread_barrier()
-        first, count, r, c = _rows(tiles, most, tile, SECOND, WHOLE, WIDTH)
+        first, count, r, c = _half_of(tiles, most, tile, SECOND, WHOLE, WIDTH)
         whole = (first + r)[:, None] * WIDTH + c[None, :]
         gl.store(out + whole, x_tile.load(WHOLE), mask=(r < count)[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["most"])
 def forward_pair(
     x, tokens, w13, w2, out, tiles, most, F, gate_cap, up_cap, WIDTH: gl.constexpr, REGISTERS: gl.constexpr
 ):
@@ -199,8 +199,8 @@ def _backward_half(
 ):  # fmt: skip
     x, d_u, tokens, weights, order, rows, d_out, hidden, d_gate, d_up, d_rows, d_p = given[:12]
     gate_cap, up_cap = given[12:]
-    w13, w2, tiles, most, slabs = slab_weights
-    w13_tiles, w2_tiles, full, empty = ring
+    tiles, most, slabs = slab_weights[2:]
+    w13_tiles, w2_tiles, full = ring[:3]
     TYPE: gl.constexpr = x.dtype.element_ty
     BOTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 2 * SLAB, 16])
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, SLAB, 16])
@@ -222,7 +222,7 @@ def _backward_half(
             _fetch_ahead(slab_weights, ring, m, slabs > 0, WIDTH, STAGES)
     n = 0
     for tile in range(gl.program_id(0), gl.load(tiles + 3 * most), gl.num_programs(0)):
-        first, count, r, c = _rows(tiles, most, tile, SECOND, WHOLE, WIDTH)
+        first, count, r, c = _half_of(tiles, most, tile, SECOND, WHOLE, WIDTH)
         own = (r < count)[:, None]
         token = gl.load(tokens + first + r, mask=r < count, other=0)
         source = token[:, None] * WIDTH + c[None, :]
@@ -284,7 +284,7 @@ def _backward_half(
             n += 1
         total = warpgroup_mma_wait(0, deps=(total,))
         _give_back(slab_weights, ring, n - 1, slabs > 0, SECOND, WIDTH, STAGES)
-        first, count, r, c = _rows(tiles, most, tile, SECOND, WHOLE, WIDTH)
+        first, count, r, c = _half_of(tiles, most, tile, SECOND, WHOLE, WIDTH)
         x_tile.store(total.to(TYPE))
         gl.thread_barrier()
         whole = (first + r)[:, None] * WIDTH + c[None, :]
@@ -293,7 +293,7 @@ def _backward_half(
         gl.store(d_p + first + r, by_p, mask=r < count)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["most"])
 def backward_pair(
     x, d_u, tokens, w13, w2, weights, order, rows, d_out, hidden, d_gate, d_up, d_rows, d_p, tiles, most, F,
     gate_cap, up_cap, WIDTH: gl.constexpr, REGISTERS: gl.constexpr,
@@ -313,8 +313,14 @@ def backward_pair(
     slab_weights = (w13, w2, tiles, most, F // SLAB)
     gl.warp_specialize(
         [
-            (_backward_half, (given, slab_weights, F, x_tiles.index(0), g_tiles.index(0), ring, begun, 0, STAGES, WIDTH)),
-            (_backward_half, (given, slab_weights, F, x_tiles.index(1), g_tiles.index(1), ring, begun, 1, STAGES, WIDTH)),
+            (
+                _backward_half,
+                (given, slab_weights, F, x_tiles.index(0), g_tiles.index(0), ring, begun, 0, STAGES, WIDTH),
+            ),
+            (
+                _backward_half,
+                (given, slab_weights, F, x_tiles.index(1), g_tiles.index(1), ring, begun, 1, STAGES, WIDTH),
+            ),
         ],
         [WARPS],
         REGISTERS,

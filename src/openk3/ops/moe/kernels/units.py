@@ -88,6 +88,7 @@ SITU_PARTIALS = tl.constexpr(
     }}"""
 )
 
+
 def _power(e: str, x: str, factor: str) -> str:
     """PTX for e = 2^(x factor), at most 2^40. A NaN stays one."""
     return f"""
