@@ -314,13 +314,15 @@ def forms() -> None:
         return torch.autograd.grad(u, leaves, d_u)
 
     call = {name: call for name, (_, call) in pieces(ceilings(), R1).items() if name.startswith("rows stay")}
-    for name, fewest, hopper, pair in (
-        ("by product", 1 << 30, False, False),
-        ("rows stay", narrow.FEWEST, False, False),
-        ("rows stay, in Gluon", narrow.FEWEST, True, False),
-        ("rows stay, in Gluon, out of step", narrow.FEWEST, True, True),
+    stay, both = {"FEWEST": narrow.FEWEST}, frozenset(("forward", "backward"))
+    for name, settings in (
+        ("by product", {"FEWEST": 1 << 30}),
+        ("rows stay", stay | {"HOPPER": False}),
+        ("rows stay, in Gluon", stay | {"PAIRS": frozenset(), "SHORT": False}),
+        ("rows stay, in Gluon, short slopes", stay | {"PAIRS": frozenset(), "SHORT": True}),
+        ("rows stay, in Gluon, out of step", stay | {"PAIRS": both}),
     ):
-        with patch.multiple(narrow, FEWEST=fewest, HOPPER=hopper, PAIR=pair):
+        with patch.multiple(narrow, **settings):
             made = attempt(name, lambda: results(*small, "triton"))
             if made is None:
                 continue
@@ -329,7 +331,7 @@ def forms() -> None:
             right = max(errors) < LIMIT and all(map(torch.equal, made, again))
             print(name, "is right:" if right else "IS WRONG:", *(f"{e:.1e}" for e in errors), flush=True)
             if right:
-                times = {"moe_fwdbwd_r1": both_ways} | (call if fewest == narrow.FEWEST else {})
+                times = {"moe_fwdbwd_r1": both_ways} | ({} if name == "by product" else call)
                 for what, run in times.items():
                     ms = attempt(name, lambda run=run: milliseconds(run, 20, 100))  # type: ignore[misc]
                     print(f"   {what}: {ms} ms", flush=True)
@@ -350,9 +352,10 @@ def try_variants(limits: Ceilings, steps: Steps) -> None:
     attempts: dict[tuple[int, ...], list[tuple[str, Any, str, list[Any]]]] = {
         R1: [
             ("rows stay, forward", narrow, "FORWARD", slabs),
-            ("rows stay, forward", narrow, "PAIR", [False, True]),
+            ("rows stay, forward", narrow, "PAIRS", [frozenset(), frozenset(("forward",))]),
             ("rows stay, backward", narrow, "BACKWARD", one_slab),
-            ("rows stay, backward", narrow, "PAIR", [False, True]),
+            ("rows stay, backward", narrow, "SHORT", [False, True]),
+            ("rows stay, backward", narrow, "PAIRS", [frozenset(("backward",))]),
             ("weight gradients, gate and up", gradients, "TWO_WEIGHTS", blocks),
             ("weight gradients, down", gradients, "ONE_WEIGHT", blocks),
         ],

@@ -61,7 +61,8 @@ def test_situ_and_its_derivatives_are_those_of_float64(scale, caps):
     exact = Activation("situ", *caps).partials(gate.double(), up.double())
     partials = run(units.SITU_PARTIALS.value, [gate, up, *each], 3)
     for mine, oracle in zip(partials, exact, strict=True):
-        assert worst_element(mine[None], oracle[None]) < 3e-6
+        # An exponent of up to 126 is rounded to 2^-24 of itself: 5e-6 of the power, of three powers.
+        assert worst_element(mine[None], oracle[None]) < (2e-5 if scale == 100 else 3e-6)
 
 
 def test_situ_is_finite_where_exponentials_are_not():

@@ -145,7 +145,10 @@ FORWARD = Slabs(rows=128, features=32, warps=8, stages=3)
 BACKWARD = Slabs(rows=128, features=32, warps=8, stages=2)
 WIDEST = 256  # columns of rows that stay
 FEWEST = 256  # rows of an expert on average that pay for the packing
-PAIR = False  # of those in Gluon the ones of two warpgroups that do not march in step; no card has run them
+# Of those in Gluon, what two warpgroups that do not march in step do (`narrow_pair`): "forward", "backward";
+# and whether the other backward takes the short form of the unit's slopes. No card has run any of it.
+PAIRS: frozenset[str] = frozenset()
+SHORT = False
 HOPPER = True  # the kernels in Gluon where they can be; by bench/moe_gpu.py --forms the fastest on an H200
 
 
@@ -195,7 +198,7 @@ def forward(
     if HOPPER and x.dtype == torch.bfloat16 and _hopper_takes(x, F, unit):
         from openk3.ops.moe.kernels import narrow_hopper, narrow_pair
 
-        if PAIR:
+        if "forward" in PAIRS:
             narrow_pair.forward(x, tokens, w1, w3, w2, out, offsets, gate_cap, up_cap)
         else:
             narrow_hopper.forward(x, tokens, pack(w1, w3, 32), w2, out, offsets, gate_cap, up_cap)
@@ -235,8 +238,11 @@ def backward(
     if HOPPER and _hopper_takes(x, F, unit):
         from openk3.ops.moe.kernels import narrow_hopper, narrow_pair
 
-        form = narrow_pair if PAIR else narrow_hopper
-        form.backward(x, d_u, tokens, w1, w3, w2, weights, order, made, offsets, gate_cap, up_cap)
+        arguments = (x, d_u, tokens, w1, w3, w2, weights, order, made, offsets, gate_cap, up_cap)
+        if "backward" in PAIRS:
+            narrow_pair.backward(*arguments)
+        else:
+            narrow_hopper.backward(*arguments, SHORT)
         return made
     WIDTH = _columns(K)
     _backward[(most_tiles(R, E, t.rows),)](

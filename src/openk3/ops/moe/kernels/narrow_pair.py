@@ -27,9 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openk3.ops.moe.kernels.few import list_tiles
-from openk3.ops.moe.kernels.narrow_hopper import SLAB, _activation, _descriptor, _fetch, _lines, pack
+from openk3.ops.moe.kernels.narrow_hopper import (
+    SLAB,
+    _activation,
+    _descriptor,
+    _fetch,
+    _lines,
+    _partials,
+    pack,
+)
 from openk3.ops.moe.kernels.plan import most_tiles
-from openk3.ops.moe.kernels.units import SITU_PARTIALS_SHORT
 
 Tensor = torch.Tensor
 
@@ -38,17 +45,6 @@ WARPS = gl.constexpr(4)  # of a warpgroup
 FORWARD_STAGES = gl.constexpr(3)
 BACKWARD_STAGES = gl.constexpr(2)
 REGISTERS = (256,)  # of a thread of the second warpgroup; the first gets as many
-
-
-@gluon.jit
-def _partials(gate, up, gate_cap, up_cap):
-    """SiTU and its derivatives by gate and up."""
-    scale: gl.constexpr = -2 * 1.4426950408889634
-    arguments = [gate, up, scale / gate_cap, scale / up_cap, gate_cap, up_cap]
-    return gl.inline_asm_elementwise(
-        SITU_PARTIALS_SHORT, "=&f,=&f,=&f,f,f,f,f,f,f", arguments,
-        dtype=(gl.float32, gl.float32, gl.float32), is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -266,7 +262,7 @@ def _backward_half(
             gate, up = gl.split(gl.permute(gl.reshape(both, [HALF, 2, SLAB]), [0, 2, 1]))
             gate = gl.convert_layout(gate, NARROW)
             up = gl.convert_layout(up, NARROW)
-            act, by_gate, by_up = _partials(gate, up, gate_cap, up_cap)
+            act, by_gate, by_up = _partials(gate, up, gate_cap, up_cap, True)
             # Passed at once. The assembler moves no arithmetic over it: the unit's stays beside dA'.
             mbarrier.wait(full.index(stage), (n // STAGES) & 1)
             by_hidden = warpgroup_mma_wait(0, deps=(by_hidden,))
