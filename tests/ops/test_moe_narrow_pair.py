@@ -16,7 +16,6 @@ pytestmark = pytest.mark.skipif(triton_problem("cpu") is not None, reason="needs
 
 # One slab, as many as the backward has stages, as the forward has, more.
 SLABS = [32, 64, 96, 160]
-REGISTERS = (256,)
 
 
 def drawn(ids, width, F):
@@ -53,7 +52,7 @@ def test_forward_is_the_sum_and_reads_nothing_early(F, programs):
     for seed in range(3):
         out = torch.full_like(exact, torch.nan)
         arguments = [tensors[0], routes.tokens, *descriptors(*tensors[2:]), out, *tiles, F, 4.0, 25.0]
-        run(forward_pair, programs, arguments, in_float64, seed=seed, WIDTH=64, REGISTERS=REGISTERS)
+        run(forward_pair, programs, arguments, in_float64, seed=seed, WIDTH=64)
         assert relative_error(out, exact) < 1e-13
 
 
@@ -77,6 +76,6 @@ def test_backward_is_that_of_the_equations_and_reads_nothing_early(F, programs):
         made = Gradients(*(torch.full_like(each, torch.nan) for each in exact))
         arguments = [tensors[0], G, routes.tokens, *descriptors(*tensors[2:]), tensors[1], routes.order]
         arguments += [*made, *tiles, F, 4.0, 25.0]
-        run(backward_pair, programs, arguments, in_float64, seed=seed, WIDTH=64, REGISTERS=REGISTERS)
+        run(backward_pair, programs, arguments, in_float64, seed=seed, WIDTH=64)
         for name, mine, oracle in zip(Gradients._fields, made, exact, strict=True):
             assert relative_error(mine, oracle) < 1e-13, name

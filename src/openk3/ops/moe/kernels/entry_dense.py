@@ -41,9 +41,9 @@ def _spread(
     tl.store(row + E + e[None, :], low, mask=inside)
     for first in range(0, L, COLUMNS):
         c = first + tl.arange(0, COLUMNS)
-        inside = (t < T)[:, None] & (c < L)[None, :]
-        part = tl.load(d_latent + t[:, None] * L + c[None, :], mask=inside)
-        tl.store(row + 2 * E + c[None, :], part, mask=inside)
+        there = (t < T)[:, None] & (c < L)[None, :]
+        part = tl.load(d_latent + t[:, None] * L + c[None, :], mask=there)
+        tl.store(row + 2 * E + c[None, :], part, mask=there)
 
 
 def spread(ids: Tensor, values: Tensor, d_latent: Tensor, experts: int) -> Tensor:

@@ -44,7 +44,7 @@ HALF = gl.constexpr(64)  # rows of a warpgroup
 WARPS = gl.constexpr(4)  # of a warpgroup
 FORWARD_STAGES = gl.constexpr(3)
 BACKWARD_STAGES = gl.constexpr(2)
-REGISTERS = (256,)  # of a thread of the second warpgroup; the first gets as many
+REGISTERS = gl.constexpr(256)  # of a thread of the second warpgroup; the first gets as many
 
 
 @gluon.jit
@@ -164,9 +164,7 @@ def _forward_half(
 
 
 @gluon.jit(do_not_specialize=["most"])
-def forward_pair(
-    x, tokens, w13, w2, out, tiles, most, F, gate_cap, up_cap, WIDTH: gl.constexpr, REGISTERS: gl.constexpr
-):
+def forward_pair(x, tokens, w13, w2, out, tiles, most, F, gate_cap, up_cap, WIDTH: gl.constexpr):
     TYPE: gl.constexpr = x.dtype.element_ty
     STAGES: gl.constexpr = FORWARD_STAGES
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, WIDTH], TYPE)
@@ -184,7 +182,7 @@ def forward_pair(
             (_forward_half, (given, slab_weights, x_tiles.index(1), ring, begun, 1, STAGES, WIDTH)),
         ],
         [WARPS],
-        REGISTERS,
+        [REGISTERS],
     )
 
 
@@ -292,7 +290,7 @@ def _backward_half(
 @gluon.jit(do_not_specialize=["most"])
 def backward_pair(
     x, d_u, tokens, w13, w2, weights, order, rows, d_out, hidden, d_gate, d_up, d_rows, d_p, tiles, most, F,
-    gate_cap, up_cap, WIDTH: gl.constexpr, REGISTERS: gl.constexpr,
+    gate_cap, up_cap, WIDTH: gl.constexpr,
 ):  # fmt: skip
     TYPE: gl.constexpr = x.dtype.element_ty
     STAGES: gl.constexpr = BACKWARD_STAGES
@@ -319,7 +317,7 @@ def backward_pair(
             ),
         ],
         [WARPS],
-        REGISTERS,
+        [REGISTERS],
     )
 
 
@@ -344,7 +342,7 @@ def forward(
     most = most_tiles(R, E, height)
     forward_pair[(_programs(x.device, most),)](
         x, tokens, *_slabs(w1, w3, w2), out, list_tiles(offsets, R, height), most, F, gate_cap, up_cap,
-        WIDTH=K, REGISTERS=REGISTERS, num_warps=WARPS.value,
+        WIDTH=K, num_warps=WARPS.value,
     )  # fmt: skip
 
 
@@ -357,5 +355,5 @@ def backward(
     most = most_tiles(R, E, height)
     backward_pair[(_programs(x.device, most),)](
         x, d_u, tokens, *_slabs(w1, w3, w2), weights, order, *made, list_tiles(offsets, R, height), most, F,
-        gate_cap, up_cap, WIDTH=K, REGISTERS=REGISTERS, num_warps=WARPS.value,
+        gate_cap, up_cap, WIDTH=K, num_warps=WARPS.value,
     )  # fmt: skip
