@@ -76,13 +76,24 @@ def test_one_expert_with_all_tokens(rows):
     assert_right(torch.full((rows, 1), 3, device="cuda"), case(rows, 1, 6, 128, 192))
 
 
-@pytest.fixture(params=["by product", "rows stay", "rows stay, Gluon"])
+@pytest.fixture(
+    params=[
+        "by product",
+        "rows stay",
+        "rows stay, Gluon",
+        "rows stay, Gluon, short",
+        "rows stay, Gluon, out of step",
+    ]
+)
 def form(request, monkeypatch):
     """Each form of the products, whatever would be chosen."""
     from openk3.ops.moe.kernels import narrow
 
     monkeypatch.setattr(narrow, "suits", lambda rows, w1: request.param != "by product")
-    monkeypatch.setattr(narrow, "HOPPER", request.param == "rows stay, Gluon")
+    monkeypatch.setattr(narrow, "HOPPER", "Gluon" in request.param)
+    pairs = {"forward", "backward"} if "out of step" in request.param else ()
+    monkeypatch.setattr(narrow, "PAIRS", frozenset(pairs))
+    monkeypatch.setattr(narrow, "SHORT", "short" in request.param)
 
 
 # The first has r1's widths, the next other widths of the backward in Gluon, then F and l that fill no slab.
@@ -106,6 +117,21 @@ def test_every_form_gives_equal_bits_and_takes_fp16():
     assert all(all(map(torch.equal, first, results(ids, inputs))) for _ in range(3))
     exact = results(ids, inputs, "eager", torch.float64)
     assert max(map(relative_error, first, exact)) < 2e-3
+
+
+@pytest.mark.usefixtures("form")
+def test_every_form_is_right_over_many_tiles_a_program():
+    """Ten a processor, ragged ones among them: what runs on from tile to tile, no wait for the host."""
+    ids, inputs = distinct_ids(24000, 6, 60), case(24000, 6, 60, 256, 416)
+    assert_right(ids, inputs)
+    first = results(ids, inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = [results(ids, inputs) for _ in range(5)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for other in again:
+        assert all(map(torch.equal, first, other))
 
 
 @pytest.mark.usefixtures("form")

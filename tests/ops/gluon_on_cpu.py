@@ -6,13 +6,18 @@ may be, so that reading too early or overwriting too early gives NaN or an error
     a copy by the copy engine   makes its tile NaN when it starts, and fills it when its barrier is waited for
     a warpgroup product         reads its operands when it is waited for
 
-Errors: waiting for a phase that no copy completes, another number of bytes than expected, a product's result
+Partitions (`warp_specialize`) run one at a time and change at waits, arrivals and barriers, drawn by a seed.
+
+Errors: waiting for a phase that nobody completes, another number of bytes than expected, a product's result
 taken before it is waited for, reading by products what no fence and barrier of the threads published, and
-copies over a tile that some warp may still be reading.
+copies over a tile that some warp may still be reading, of another partition too: then an arrival after its
+reading must have been waited for.
 """
 
 from __future__ import annotations
 
+import random
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +44,7 @@ class Shared:
     def __init__(self, machine: Machine, data: Tensor) -> None:
         self.machine, self.data = machine, data
         self.unpublished = False
-        self.read_in = -1  # between which barriers of the threads a product last read it
+        self.read_in: dict[int, int] = {}  # by partition: after which of its barriers a product last read it
         self.parts: dict[int, Any] = {}
 
     def index(self, i: Any) -> Any:
@@ -51,7 +56,7 @@ class Shared:
     def store(self, value: Tensor) -> None:
         self.data.copy_(value)
         self.unpublished = True
-        self.machine.stored.append(self)
+        self.machine.partition.stored.append(self)
 
     def load(self, layout: object) -> Tensor:
         return self.data.clone()
@@ -64,8 +69,13 @@ class View:
 
 class Barrier:
     def __init__(self) -> None:
-        self.expected = self.phases = 0
+        self.expected = self.phases = self.arrived = 0
+        self.count = 1
         self.copies: list[tuple[Shared, Tensor]] = []
+        self.carries: dict[int, int] = {}  # of partitions that arrived: how many barriers they had passed
+
+    def passed(self, phase: int) -> bool:
+        return self.phases > 0 and (self.phases - 1) & 1 == phase
 
 
 class Ring:
@@ -86,16 +96,100 @@ class Product:
         self.value: Tensor | None = None
 
 
+class Partition:
+    """Warps that share their barrier, and what is under way for them."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.barriers_passed = number, 0
+        self.under_way: list[Product] = []
+        self.stored: list[Shared] = []
+        self.fenced = False
+        self.knows: dict[int, int] = {}  # barriers of other partitions that its waits have seen
+
+
+class StoppedError(Exception):
+    """Another partition failed."""
+
+
+class Turns:
+    """Threads of which one runs at a time."""
+
+    def __init__(self, machine: Machine, seed: int) -> None:
+        self.machine, self.draw = machine, random.Random(seed)
+        self.change = threading.Condition()
+        self.wants: dict[int, Callable[[], bool] | None] = {}  # of those alive: what each waits for
+        self.running = -1
+        self.failure: BaseException | None = None
+
+    def choose(self) -> None:
+        able = [n for n, ready in self.wants.items() if ready is None or ready()]
+        if self.wants and not able and self.failure is None:
+            self.failure = AssertionError("this wait never ends")
+        self.running = self.draw.choice(able) if able else -1
+        self.change.notify_all()
+
+    def pause(self, number: int, ready: Callable[[], bool] | None) -> None:
+        """Lets others go on, and comes back when `ready`."""
+        with self.change:
+            self.wants[number] = ready
+            self.choose()
+            self.change.wait_for(lambda: self.failure is not None or self.running == number)
+            if self.failure is not None:
+                raise StoppedError
+            self.wants[number] = None
+        self.machine.partition = self.machine.partitions[number]
+
+    def work(self, number: int, call: Callable[[], None]) -> None:
+        try:
+            with self.change:
+                self.change.wait_for(lambda: self.failure is not None or self.running == number)
+            self.machine.partition = self.machine.partitions[number]
+            if self.failure is None:
+                call()
+        except StoppedError:
+            pass
+        except BaseException as error:  # noqa: BLE001
+            self.failure = self.failure or error
+        with self.change:
+            del self.wants[number]
+            self.choose()
+
+    def run(self, calls: list[Callable[[], None]]) -> None:
+        self.wants = dict.fromkeys(range(len(calls)))
+        threads = [threading.Thread(target=self.work, args=item) for item in enumerate(calls)]
+        for thread in threads:
+            thread.start()
+        with self.change:
+            self.choose()
+        for thread in threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+
 class Machine:
     """One program's view of the card, under the names that kernels use."""
 
     BYTES = 2  # of an element as the kernel counts them
 
-    def __init__(self, program: int) -> None:
-        self.program, self.barriers_passed = program, 0
-        self.under_way: list[Product] = []
-        self.stored: list[Shared] = []
-        self.fenced = False
+    def __init__(self, program: int, programs: int = 1, seed: int = 0) -> None:
+        self.program, self.programs, self.seed = program, programs, seed
+        self.partition = Partition(0)
+        self.partitions = [self.partition]
+        self.turns: Turns | None = None
+
+    @property
+    def under_way(self) -> list[Product]:
+        return self.partition.under_way
+
+    def pause(self, ready: Callable[[], bool] | None = None) -> None:
+        if self.turns is not None:
+            self.turns.pause(self.partition.number, ready)
+
+    def warp_specialize(self, calls: list[Any], warps: list[int], registers: Any) -> None:
+        self.partitions = [Partition(number) for number in range(len(calls))]
+        self.turns = Turns(self, self.seed)
+        self.turns.run([lambda call=call: call[0](*call[1]) for call in calls])  # type: ignore[misc]
 
     # memory
     def load(self, pointer: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
@@ -117,15 +211,29 @@ class Machine:
 
     # order
     def fence_async_shared(self) -> None:
-        self.fenced = True
+        self.partition.fenced = True
 
     def thread_barrier(self) -> None:
-        self.barriers_passed += 1
-        if self.fenced:
-            for tile in self.stored:
+        here = self.partition
+        here.barriers_passed += 1
+        if here.fenced:
+            for tile in here.stored:
                 tile.unpublished = False
-            self.stored.clear()
-        self.fenced = False
+            here.stored.clear()
+        here.fenced = False
+        self.pause()
+
+    def init(self, barrier: Barrier, count: int) -> None:
+        barrier.count = count
+
+    def arrive(self, barrier: Barrier, *, pred: Any = True) -> None:
+        if pred:
+            barrier.carries[self.partition.number] = self.partition.barriers_passed
+            barrier.arrived += 1
+            if barrier.arrived == barrier.count:
+                barrier.arrived = 0
+                barrier.phases += 1
+            self.pause()
 
     # copies
     def expect(self, barrier: Barrier, number: int, pred: Any = True) -> None:
@@ -140,8 +248,12 @@ class Machine:
     ) -> None:
         if not pred:
             return
-        assert tile.read_in < self.barriers_passed, "a copy overwrites what a warp may be reading"
-        assert not any(tile is of(o) for product in self.under_way for o in product.operands), "still needed"
+        here = self.partition
+        for number, read in tile.read_in.items():
+            known = here.barriers_passed if number == here.number else here.knows.get(number, 0)
+            assert read < known, "a copy overwrites what a warp may be reading"
+        under_way = [product for partition in self.partitions for product in partition.under_way]
+        assert not any(tile is of(o) for product in under_way for o in product.operands), "still needed"
         matrix, (height, width) = source
         row, column = (int(i) for i in place)
         block = torch.zeros(height, width, dtype=torch.float64)
@@ -150,14 +262,22 @@ class Machine:
         tile.data.fill_(float("nan"))
         barrier.copies.append((tile, block))
 
-    def wait(self, barrier: Barrier, phase: Any) -> None:
+    def wait(self, barrier: Barrier, phase: Any, pred: Any = True) -> None:
+        if not pred:
+            return
+        phase = int(phase)
+        if not barrier.copies and not barrier.passed(phase):
+            self.pause(lambda: bool(barrier.copies) or barrier.passed(phase))
         if barrier.copies:
             assert barrier.expected == self.BYTES * sum(block.numel() for _, block in barrier.copies)
             for tile, block in barrier.copies:
                 tile.data.copy_(block)
             barrier.copies, barrier.expected = [], 0
             barrier.phases += 1
-        assert barrier.phases and (barrier.phases - 1) & 1 == int(phase), "this wait never ends"
+        assert barrier.passed(phase), "this wait never ends"
+        for number, passed in barrier.carries.items():
+            self.partition.knows[number] = max(passed, self.partition.knows.get(number, 0))
+        self.pause()
 
     # products
     def warpgroup_mma(
@@ -182,7 +302,7 @@ class Machine:
             return operand
         tile = of(operand)
         assert not tile.unpublished, "a product reads what no fence and barrier publish"
-        tile.read_in = self.barriers_passed
+        tile.read_in[self.partition.number] = self.partition.barriers_passed
         return tile.data.permute(operand.order) if isinstance(operand, View) else tile.data
 
 
@@ -214,6 +334,8 @@ def names(machine: Machine) -> dict[str, Any]:
     gl.load, gl.store, gl.thread_barrier = machine.load, machine.store, machine.thread_barrier
     gl.allocate_shared_memory = machine.allocate_shared_memory
     gl.program_id = lambda axis: torch.tensor(machine.program)
+    gl.num_programs = lambda axis: machine.programs
+    gl.warp_specialize = machine.warp_specialize
     gl.num_warps = lambda: 8
     gl.static_range = range
     gl.arange = lambda low, high, layout: torch.arange(low, high)
@@ -229,9 +351,10 @@ def names(machine: Machine) -> dict[str, Any]:
         ),
         "fence_async_shared": machine.fence_async_shared,
         "mbarrier": types.SimpleNamespace(
-            init=lambda barrier, count: None,
+            init=machine.init,
             expect=machine.expect,
             wait=machine.wait,
+            arrive=machine.arrive,
             MBarrierLayout=no_layout,
         ),
         "tma": machine,
@@ -259,11 +382,13 @@ def run(
     programs: int,
     arguments: list[Any],
     instead: Callable[[Machine], dict[str, Any]],
+    *,
+    seed: int = 0,
     **more: Any,
 ):
     """Runs every program. Tensors become pointers; `(matrix, block)` is a descriptor."""
     arguments = [Pointer(x) if isinstance(x, Tensor) else x for x in arguments]
     for program in range(programs):
-        machine = Machine(program)
+        machine = Machine(program, programs, seed)
         as_python(kernel, names(machine), instead(machine))(*arguments, **more)
-        assert not machine.under_way
+        assert not any(partition.under_way for partition in machine.partitions)

@@ -107,9 +107,15 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("scale", "renormalize"), [(1.0, True), (2.5, True), (2.5, False)])
-def test_choice_outputs_and_gradients_are_those_of_the_equations_in_float64(shape, scale, renormalize):
+def test_choice_outputs_and_gradients_are_those_of_the_equations_in_float64(
+    shape, scale, renormalize, dense, monkeypatch
+):
+    from openk3.ops.moe.kernels import entry
+
+    monkeypatch.setattr(entry, "DENSE", dense)
     T, d, E, width, k = SHAPES[shape]
     inputs = draw(T, d, E, width)
     routing = assert_right(inputs, k, scale, renormalize)
@@ -145,7 +151,24 @@ def test_any_sizes(T, depth, E, widths, k):
     assert_chosen_as_equations(inputs, routing, min(k, E))
 
 
-def test_no_token():
+def test_two_terms_of_bf16_are_the_gradient_of_the_logits():
+    from openk3.ops.moe.kernels.entry_dense import spread
+
+    ids = torch.stack([torch.randperm(12)[:3] for _ in range(40)])
+    values = torch.randn(40, 3)
+    terms = spread(ids, values, torch.full((40, 24), 3.0, dtype=torch.bfloat16), 12)
+    dense = torch.zeros(40, 12).scatter_(1, ids, values)
+    high, low, latent = terms.double().split([12, 12, 24], 1)
+    # The interpreter cuts to bf16 where the card rounds: twice 2^-8 instead of twice 2^-9.
+    assert ((high + low - dense).abs() <= 2**-15 * dense.abs()).all()
+    assert high.count_nonzero() == 120 and (latent == 3).all()
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_no_token(dense, monkeypatch):
+    from openk3.ops.moe.kernels import entry
+
+    monkeypatch.setattr(entry, "DENSE", dense)
     inputs = draw(0, 8, 5, 8)
     (latent, weights, *gradients), _ = with_gradients(
         lambda leaves: (lambda e: (e.latent, e.routing.weights, e.routing))(run(leaves, 2)), inputs
@@ -170,6 +193,32 @@ def test_saturated_scores_have_finite_weights_and_gradients():
         [x * 100, router * 10, down, bias],
     )
     assert all(part.isfinite().all() for part in actual)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("masked", "bins"), [(False, 0), (True, 40)])
+def test_deciding_by_turns_gives_the_same_bits(shape, masked, bins, monkeypatch):
+    """But for values on the border of a bin: the interpreter rounds once more in a fused product and sum."""
+    from openk3.ops.moe.kernels import choice, choice_turns
+
+    T, d, E, width, k = SHAPES[shape]
+    x, router, _, bias = draw(T, d, E, width)
+    logits = x @ router.T
+    logits[0, 0] = torch.nan
+    logits[-1] = logits[-1, 0]  # ties
+    mask = torch.arange(T) % 3 > 0 if masked else None
+    wanted = choice.decide(logits, bias, mask, k, 2.5, True, True, bins)
+    monkeypatch.setattr(choice, "TURNS", True)
+    for turn in (32, 128):
+        monkeypatch.setattr(choice_turns, "TURN", turn)
+        made = choice.decide(logits, bias, mask, k, 2.5, True, True, bins)
+        for name in ("ids", "weights", "scores", "cutoff", "counts"):
+            torch.testing.assert_close(
+                getattr(made, name), getattr(wanted, name), rtol=0, atol=0, equal_nan=True
+            )
+        assert torch.equal(made.table[:, bins], wanted.table[:, bins])
+        moved = (made.table[:, :bins] - wanted.table[:, :bins]).cumsum(1).abs().sum()
+        assert torch.equal(made.table.sum(1), wanted.table.sum(1)) and moved <= 2
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -24,6 +24,7 @@ Tensor = torch.Tensor
 
 # Logits of a program, and the assignments it makes at most: ranking those takes their square of comparisons.
 DECIDE = {"SIZE": 4096, "ASSIGNMENTS": 256, "num_warps": 8}
+TURNS = False  # whether programs of one warp decide (`choice_turns`); no card has run them
 
 
 @triton.jit
@@ -232,13 +233,21 @@ def decide(
     )
     if T:
         low, width = bin_range(bias, bins) if bins else (bias, bias)
-        _decide[(blocks,)](
+        arguments = (
             logits, bias, None if mask is None else mask.contiguous().view(torch.uint8), low, width,
             *made, T, E, k, blocks, bins, scale,
-            RENORMALIZE=renormalize, COUNTED=counted, BINNED=bins > 0, MASKED=mask is not None,
-            TOKENS=tokens, EXPERTS=max(32, triton.next_power_of_2(E)), SLOTS=triton.next_power_of_2(k),
-            num_warps=DECIDE["num_warps"],
         )  # fmt: skip
+        EXPERTS = max(32, triton.next_power_of_2(E))
+        sizes = {"TOKENS": tokens, "EXPERTS": EXPERTS, "SLOTS": triton.next_power_of_2(k)}
+        kinds = {"RENORMALIZE": renormalize, "COUNTED": counted, "BINNED": bins > 0}
+        kinds["MASKED"] = mask is not None
+        if TURNS:
+            from openk3.ops.moe.kernels import choice_turns
+
+            turn = min(tokens, max(1, choice_turns.TURN // EXPERTS))
+            choice_turns.decide_by_turns[(blocks,)](*arguments, **kinds, **sizes, TURN=turn, num_warps=1)
+        else:
+            _decide[(blocks,)](*arguments, **kinds, **sizes, num_warps=DECIDE["num_warps"])
     return made
 
 

@@ -32,7 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openk3.ops.moe.kernels.plan import most_tiles, tile_at, tile_starts
-from openk3.ops.moe.kernels.units import SITU_PARTIALS, unit
+from openk3.ops.moe.kernels.units import SITU_PARTIALS, SITU_PARTIALS_SHORT, unit
+from openk3.ops.triton_math import LOG2E
 
 Tensor = torch.Tensor
 
@@ -75,23 +76,26 @@ def _fetch(w13, w2, w13_tile, w2_tile, ready, e, slabs, s, wanted, WIDTH: gl.con
 @gluon.jit
 def _lines(x, LINES: gl.constexpr):
     """From the order of lanes to that of features; nothing moves."""
-    x = gl.permute(gl.reshape(x, [ROWS, 4, 4, 2]), [0, 2, 1, 3])
-    return gl.convert_layout(gl.reshape(x, [ROWS, SLAB]), LINES)
+    rows: gl.constexpr = x.shape[0]
+    x = gl.permute(gl.reshape(x, [rows, 4, 4, 2]), [0, 2, 1, 3])
+    return gl.convert_layout(gl.reshape(x, [rows, SLAB]), LINES)
 
 
 @gluon.jit
 def _activation(both, gate_cap, up_cap):
     """SiTU of the left and the right columns, as `units.unit` makes it for bf16."""
-    gate, up = gl.split(gl.permute(gl.reshape(both, [ROWS, 2, SLAB]), [0, 2, 1]))
+    gate, up = gl.split(gl.permute(gl.reshape(both, [both.shape[0], 2, SLAB]), [0, 2, 1]))
     return unit(gate, up, gate_cap, up_cap, "situ", True)
 
 
 @gluon.jit
-def _partials(gate, up, gate_cap, up_cap):
+def _partials(gate, up, gate_cap, up_cap, SHORT: gl.constexpr):
     """SiTU and its derivatives by gate and up."""
-    arguments = [gate, up, 1.0 / gate_cap, 1.0 / up_cap, gate_cap, up_cap]
+    scale = -2 * LOG2E if SHORT else 1.0
+    ptx: gl.constexpr = SITU_PARTIALS_SHORT if SHORT else SITU_PARTIALS
+    arguments = [gate, up, scale / gate_cap, scale / up_cap, gate_cap, up_cap]
     return gl.inline_asm_elementwise(
-        SITU_PARTIALS, "=&f,=&f,=&f,f,f,f,f,f,f", arguments,
+        ptx, "=&f,=&f,=&f,f,f,f,f,f,f", arguments,
         dtype=(gl.float32, gl.float32, gl.float32), is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -199,7 +203,7 @@ def forward_hopper(
 @gluon.jit
 def backward_hopper(
     x, d_u, tokens, w13, w2, weights, order, rows, d_out, hidden, d_gate, d_up, d_rows, d_p, offsets, starts,
-    E, F, gate_cap, up_cap, WIDTH: gl.constexpr,
+    E, F, gate_cap, up_cap, WIDTH: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     TYPE: gl.constexpr = x.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
@@ -284,7 +288,7 @@ def backward_hopper(
         gate, up = gl.split(gl.permute(gl.reshape(both, [ROWS, 2, SLAB]), [0, 2, 1]))
         gate = gl.convert_layout(gate, HALF)
         up = gl.convert_layout(up, HALF)
-        act, by_gate, by_up = _partials(gate, up, gate_cap, up_cap)
+        act, by_gate, by_up = _partials(gate, up, gate_cap, up_cap, SHORT)
         # Passed at once. The assembler moves no arithmetic over it: the unit's stays beside dA'.
         mbarrier.wait(ready.index(stage), (s // STAGES) & 1)
         by_hidden = warpgroup_mma_wait(0, deps=(by_hidden,))
@@ -330,14 +334,14 @@ def forward(
 
 def backward(
     x: Tensor, d_u: Tensor, tokens: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, weights: Tensor,
-    order: Tensor, made: tuple[Tensor, ...], offsets: Tensor, gate_cap: float, up_cap: float,
+    order: Tensor, made: tuple[Tensor, ...], offsets: Tensor, gate_cap: float, up_cap: float, short: bool,
 ) -> None:  # fmt: skip
-    """Writes `made`, the gradients of `narrow.backward`."""
+    """Writes `made`, the gradients of `narrow.backward`. `short`: by the short form of the unit's slopes."""
     E, K, F = w2.shape
     w13, w2_rows = pack(w1, w3, w2)
     starts = tile_starts(offsets, ROWS.value)
     backward_hopper[(most_tiles(len(tokens), E, ROWS.value),)](
         x, d_u, tokens,
         _descriptor(w13, [2 * SLAB.value, K]), _descriptor(w2_rows, [SLAB.value, K]),
-        weights, order, *made, offsets, starts, E, F, gate_cap, up_cap, WIDTH=K, num_warps=8,
+        weights, order, *made, offsets, starts, E, F, gate_cap, up_cap, WIDTH=K, SHORT=short, num_warps=8,
     )  # fmt: skip

@@ -48,8 +48,9 @@ def _place(
     for first in range(0, BLOCK, TURN):
         j = first + tl.arange(0, TURN)
         other = tl.load(ids + b * span + j, mask=b * span + j < R, other=-1).to(tl.int32)
-        same = (other[None, :] == expert[:, None]) & (j[None, :] < i[:, None])
-        earlier += tl.sum(same.to(tl.int32), 1)
+        # Lanes lie along the last axis: a sum over the first one stays within each.
+        same = (other[:, None] == expert[None, :]) & (j[:, None] < i[None, :])
+        earlier += tl.sum(same.to(tl.int32), 0)
     # `ends` is the inclusive sum: what came before this block and expert is the entry before.
     place = expert.to(tl.int64) * blocks + b
     base = tl.load(ends + place - 1, mask=inside & (place > 0), other=0)

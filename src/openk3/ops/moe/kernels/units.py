@@ -89,6 +89,49 @@ SITU_PARTIALS = tl.constexpr(
 )
 
 
+def _power(e: str, x: str, factor: str) -> str:
+    """PTX for e = 2^(x factor), at most 2^40. A NaN stays one."""
+    return f"""
+        mul.ftz.f32 {e}, {x}, {factor};
+        min.NaN.ftz.f32 {e}, {e}, {_number(40)};
+        ex2.approx.ftz.f32 {e}, {e};"""
+
+
+# The same with the sign left to e = exp(-2 x / cap): of n = 2 / (1 + e), tanh is n - 1 and tanh' is e n^2, so
+# that nothing is selected, and both tanh share a reciprocal. Near zero tanh keeps 2^-23 of 1, not of itself:
+# for results in bf16. $5, $6 hold -2 log2(e) / cap; n, k are for gate and up, o and s sigmoid(+-gate).
+SITU_PARTIALS_SHORT = tl.constexpr(
+    f"""{{ .reg .f32 e, g, s, d, f, o, n, k;
+    {_power("e", "$3", "$5")}
+    {_power("g", "$4", "$6")}
+    {_power("s", "$3", _number(-LOG2E.value))}
+        fma.rn.ftz.f32 d, e, {_number(0.5)}, {_number(0.5)};
+        fma.rn.ftz.f32 f, g, {_number(0.5)}, {_number(0.5)};
+        add.ftz.f32 o, s, {_number(1)};
+        rcp.approx.ftz.f32 o, o;
+        mul.ftz.f32 n, d, f;
+        rcp.approx.ftz.f32 n, n;
+        mul.ftz.f32 k, n, d;
+        mul.ftz.f32 n, n, f;
+        mul.ftz.f32 e, e, n;
+        mul.ftz.f32 e, e, n;
+        mul.ftz.f32 e, e, o;
+        mul.ftz.f32 g, g, k;
+        mul.ftz.f32 g, g, k;
+        mul.ftz.f32 s, s, o;
+        neg.ftz.f32 d, $7;
+        fma.rn.ftz.f32 n, n, $7, d;
+        neg.ftz.f32 f, $8;
+        fma.rn.ftz.f32 k, k, $8, f;
+        mul.ftz.f32 n, n, o;
+        fma.rn.ftz.f32 e, n, s, e;
+        mul.ftz.f32 $1, e, k;
+        mul.ftz.f32 $2, n, g;
+        mul.ftz.f32 $0, n, k;
+    }}"""
+)
+
+
 @triton.jit
 def _tanh_parts(x):
     """n, d and e of `_tanh`."""
