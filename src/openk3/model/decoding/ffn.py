@@ -7,7 +7,7 @@ import torch
 from openk3.model.decoding.slots import Rows
 from openk3.model.ffn import GatedFfn
 from openk3.model.moe import LatentMoe
-from openk3.ops.decoding import Joined, choose_experts, expert_sums, products_into
+from openk3.ops.decoding import Joined, choose_experts, expert_sums, experts_into, products_into
 from openk3.ops.dispatch import Implementation
 
 Tensor = torch.Tensor
@@ -54,12 +54,16 @@ class Moe:
             logits, self.bias, c.experts_per_token,
             scaling_factor=c.routed_scaling, renormalize=c.renormalize, implementation=chosen,
         )  # fmt: skip
-        w = self.experts
-        u = expert_sums(z, ids, weights, w.w1, w.w3, w.w2, self.activation, implementation=chosen)
-        if not self.latent:
-            out.copy_(out + u if add else u)
-            add = True
-        if self.outputs is not None:
-            unit = (shared[0], shared[1], self.activation) if self.has_shared else None
-            x = u if self.latent else None
-            products_into(out, self.outputs, x, add=add, norm=self.norm, unit=unit, implementation=chosen)
+        w, act = self.experts, self.activation
+        pair = (shared[0], shared[1]) if self.has_shared else None
+        if self.latent:
+            assert self.outputs is not None
+            experts_into(
+                out, self.outputs, z, ids, weights, w.w1, w.w3, w.w2, act,
+                add=add, norm=self.norm, shared=pair, implementation=chosen,
+            )  # fmt: skip
+            return
+        u = expert_sums(z, ids, weights, w.w1, w.w3, w.w2, act, implementation=chosen)
+        out.copy_(out + u if add else u)
+        if pair is not None and self.outputs is not None:
+            products_into(out, self.outputs, None, add=True, unit=(*pair, act), implementation=chosen)
