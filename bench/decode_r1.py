@@ -233,8 +233,10 @@ def measure(model: K3, n: int, bandwidth: float, steps: Steps, *, profile: bool,
 
 def forms(n: int) -> Iterator[tuple[str, list[tuple[object, str, object]]]]:
     """Names of settings, and what each changes: module, name, value."""
+    from openk3.model.decoding import ahead
     from openk3.ops.attention.kernels import paged_operator as mla
     from openk3.ops.decoding.kernels import early, experts, many, products
+    from openk3.ops.kda.kernels import decode as kda
 
     Tile, Launch = products.Tile, mla.Launch
     steps16 = [(2**31, Tile(16 if n <= 16 else 64, 16, False))]
@@ -243,14 +245,18 @@ def forms(n: int) -> Iterator[tuple[str, list[tuple[object, str, object]]]]:
         "mix by a general kernel": [(products, "MIXED", 0)],
         "products in steps": [(products, "TILES", steps16)],
         "into the stream in steps": [(products, "INTO", ())],
+        "KDA waits": [(kda, "STARTS_EARLY", False)],
+        "nothing asked for into the L2": [(ahead, "AHEAD_BYTES", 0)],
         "torch's argmax": [(Sequences, "choose", staticmethod(lambda logits: logits.argmax(-1)))],
     }
     yield "as it is", []
     yield "all as before", [change for changes in earlier.values() for change in changes]
     yield from earlier.items()
     yield "OVERLAP off", [(early, "OVERLAP", False)]
-    for programs in (0, 264, 1056):
-        yield f"AHEAD {programs}", [(many, "AHEAD", programs)]
+    for megabytes in (8, 16, 32, 40):
+        yield f"{megabytes} MB asked for into the L2", [(ahead, "AHEAD_BYTES", megabytes << 20)]
+    for programs in (0, 264, 2**30):
+        yield f"AHEAD {programs}", [(many, "AHEAD", programs), (many, "ALL_HIT", 2**30)]
     for features, warps in ((16, 4), (64, 8)):
         yield (
             f"UNITS {features}, {warps}",

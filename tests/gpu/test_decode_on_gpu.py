@@ -198,8 +198,23 @@ def test_a_product_goes_into_the_stream_in_any_tiles(n, a, gated):
     weight = (torch.randn(512, a, device="cuda") / 33).bfloat16()
     given = x.to(f64) * gate.to(f64).sigmoid() if gated else x.to(f64)
     right = out.to(f64) + given @ weight.to(f64).T
-    products_into(out, weight, x, add=True, gate=gate if gated else None, implementation="triton")
+    other, ahead = out.clone(), [weight, gate, torch.randn(1 << 20, device="cuda")]
+    options = {"add": True, "gate": gate if gated else None, "implementation": "triton"}
+    products_into(out, weight, x, **options)
     assert relative_error(out, right) < 6e-3
+    products_into(other, weight, x, **options, ahead=ahead)
+    assert torch.equal(out, other)
+
+
+def test_many_rows_in_fp32_take_steps():
+    x, weights = torch.randn(70, 512, device="cuda"), torch.randn(40, 512, device="cuda") / 22
+    out = torch.zeros(70, 40, device="cuda")
+    right = x.to(f64) @ weights.to(f64).T
+    products_into(out, weights, x, add=False, implementation="triton")
+    assert relative_error(out, right) < 1e-5
+    ones = torch.ones(512, device="cuda")
+    (y,) = mixed_products(x[None], None, ones, 1e-5, Joined.of(weights), implementation="triton")
+    assert relative_error(y, normed(x.to(f64)) @ weights.to(f64).T) < 1e-5
 
 
 @pytest.mark.parametrize("n", [1, 4, 33, 256])

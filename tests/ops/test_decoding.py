@@ -25,7 +25,7 @@ from openk3.ops.dispatch import triton_problem
 
 NO_TRITON = triton_problem("cpu")
 if NO_TRITON is None:
-    from openk3.ops.decoding.kernels import many
+    from openk3.ops.decoding.kernels import early, many
     from openk3.ops.decoding.kernels import products as kernels
 
 needs_triton = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
@@ -258,6 +258,19 @@ def test_forms_of_earlier_measurements_compute_the_same(n, monkeypatch):
         assert relative_error(new, old) < 1e-5
 
 
+@needs_triton
+@pytest.mark.parametrize("programs", [1, 32, 130])
+def test_programs_that_ask_ahead_share_all_bytes_of_each_tensor(programs):
+    tensors = [torch.empty(0), torch.empty(7), torch.empty(1 << 14), torch.empty(3, 5, 64).bfloat16()]
+    asked = early.asking(tensors, torch.empty(1), programs, starts_early=True)
+    assert asked["ASK"] == 3
+    for i, bytes_of in enumerate((16, 1 << 16, 1920)):  # in pieces of 16, that of 28 without its last 12
+        size, chunk = asked[f"ask{i}_size"], asked[f"ask{i}_chunk"]
+        assert size == bytes_of and chunk % 16 == 0 and size <= chunk * programs < size + 16 * programs
+    assert asked["ask3_size"] == 0
+    assert early.asking(tensors, torch.empty(1), programs, starts_early=False)["ASK"] == 0
+
+
 @pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_most_likely_token_has_the_largest_logit_if_that_is_finite(dtype, implementation):
@@ -394,12 +407,12 @@ def test_operators_are_what_torch_is_told_of_them(n):
     check(ops.joined_products, (torch.randn(n, d), *matrix, *widths))
     x, gate, up = torch.randn(3, n, d).unbind(0)
     out, weight = torch.randn(n, 8), torch.randn(8, 2 * d)
-    check(ops.products_into, (out, weight, x, True, gain, 1e-5, None, gate, up, "situ", 4.0, 25.0))
+    check(ops.products_into, (out, weight, x, True, gain, 1e-5, None, gate, up, "situ", 4.0, 25.0, [gate]))
     check(ops.choose_experts, (torch.randn(n, 6), torch.zeros(6), 2, 1.0, True))
     ids, experts = torch.tensor([[2, 0], [0, 1], [1, 2], [0, 2], [1, 0]])[:n], torch.randn(3, d, d)
     check(ops.expert_sums, (x, ids, torch.rand(n, 2), experts, experts, experts, "glu", 4.0, 25.0))
     given = torch.randn(n, 8), torch.randn(8, 2 * d), x, ids, torch.rand(n, 2), experts, experts, experts
-    check(ops.experts_into, (*given, True, gain, 1e-5, gate, up, "situ", 4.0, 25.0))
+    check(ops.experts_into, (*given, True, gain, 1e-5, gate, up, "situ", 4.0, 25.0, [gate]))
     check(ops.most_likely, (x,))
     places, latents = torch.arange(n), torch.randn(n, 3, d)
     check(ops.append_latents, (x, torch.ones(10), 1e-5, latents, places, places % 3))

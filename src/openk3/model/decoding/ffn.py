@@ -1,9 +1,14 @@
-"""The feed-forward layers for a few rows (report §2.3)."""
+"""The feed-forward layers for a few rows (report §2.3).
+
+Each sublayer here and in `attention` has `reads`, what it reads besides activations, and `ahead`, what the
+next one reads, which `BatchStepper` fills in.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from openk3.model.decoding.ahead import part
 from openk3.model.decoding.slots import Rows
 from openk3.model.ffn import GatedFfn
 from openk3.model.moe import LatentMoe
@@ -20,11 +25,15 @@ class Dense:
         self.inputs = Joined.of(layer.gate_proj.weight, layer.up_proj.weight)
         self.down, self.activation = layer.down_proj.weight, layer.activation
         self.implementation = implementation
+        self.reads = [self.inputs.matrix]
+        self.ahead: list[Tensor] = []
 
     def __call__(self, projected: list[Tensor], rows: Rows, out: Tensor, add: bool) -> None:
         gate, up = projected
-        unit = gate, up, self.activation
-        products_into(out, self.down, None, add=add, unit=unit, implementation=self.implementation)
+        unit, ahead = (gate, up, self.activation), self.ahead
+        products_into(
+            out, self.down, None, add=add, unit=unit, ahead=ahead, implementation=self.implementation
+        )
 
 
 class Moe:
@@ -43,7 +52,10 @@ class Moe:
         self.inputs = Joined.of(*inputs, precise=layer.gate.weight)
         self.outputs = torch.cat(outputs, 1) if outputs else None
         self.norm = (layer.routed_expert_norm.weight, layer.routed_expert_norm.eps) if layer.normed else None
-        self.experts = layer.experts()
+        self.experts = w = layer.experts()
+        # The last ones: the first are asked for by the experts' own kernels before their rows are known.
+        self.reads = [self.inputs.matrix, *part(w.w1, w.w3, w.w2, last=True)]
+        self.ahead: list[Tensor] = []
 
     def __call__(self, projected: list[Tensor], rows: Rows, out: Tensor, add: bool) -> None:
         c, chosen = self.config, self.implementation
@@ -60,10 +72,13 @@ class Moe:
             assert self.outputs is not None
             experts_into(
                 out, self.outputs, z, ids, weights, w.w1, w.w3, w.w2, act,
-                add=add, norm=self.norm, shared=pair, implementation=chosen,
+                add=add, norm=self.norm, shared=pair, ahead=self.ahead, implementation=chosen,
             )  # fmt: skip
             return
         u = expert_sums(z, ids, weights, w.w1, w.w3, w.w2, act, implementation=chosen)
         out.copy_(out + u if add else u)
         if pair is not None and self.outputs is not None:
-            products_into(out, self.outputs, None, add=True, unit=(*pair, act), implementation=chosen)
+            unit = *pair, act
+            products_into(
+                out, self.outputs, None, add=True, unit=unit, ahead=self.ahead, implementation=chosen
+            )

@@ -8,6 +8,7 @@ never look at a value from the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -165,6 +166,7 @@ def products_into(
     norm: tuple[Tensor, float] | None = None,
     gate: Tensor | None = None,
     unit: tuple[Tensor, Tensor, Activation] | None = None,
+    ahead: Sequence[Tensor] = (),
     implementation: Implementation | None = None,
 ) -> None:
     """out (+)= weight [f(x); act(gate, up)], rounded once before the addition.
@@ -177,6 +179,8 @@ def products_into(
         norm: gain `[a]` and eps of an RMSNorm, if f is one.
         gate: `[n, a]` logits, if f is x * sigmoid(gate); not with a norm.
         unit: gate and up, each `[n, b]` contiguous, and the gated unit; None with b = 0.
+        ahead: up to 4 contiguous tensors that are read next, in this order: on the way the card may bring
+            them nearer. Changes no result.
         implementation: as in `mixed_products`.
 
     Raises:
@@ -189,7 +193,7 @@ def products_into(
         from openk3.ops.decoding.kernels.products import products_into as run
     else:
         from openk3.ops.decoding.eager import products_into as run
-    run(out, weight, x, add, norm, gate, unit)
+    run(out, weight, x, add, norm, gate, unit, list(ahead))
 
 
 @own_dtypes
@@ -272,12 +276,13 @@ def experts_into(
     add: bool,
     norm: tuple[Tensor, float] | None = None,
     shared: tuple[Tensor, Tensor] | None = None,
+    ahead: Sequence[Tensor] = (),
     implementation: Implementation | None = None,
 ) -> None:
     """`products_into` of `expert_sums`, in one operator: sums stay in fp32 up to their norm.
 
     Args:
-        out, weight, add, norm: as in `products_into`, of which the sums are x.
+        out, weight, add, norm, ahead: as in `products_into`, of which the sums are x.
         x, ids, weights, w1, w3, w2, activation: as in `expert_sums`.
         shared: gate and up of a unit beside the sums, of the same activation, each `[n, b]` contiguous.
         implementation: as in `mixed_products`. Where no card has checked the operator, the two that it
@@ -294,10 +299,10 @@ def experts_into(
     if choose(name, x, implementation, kernels=fits, by_default=TOGETHER.checked) == "triton":
         from openk3.ops.decoding.kernels.many import experts_into as run
 
-        run(out, weight, x, ids, weights, w1, w3, w2, activation, add, norm, shared)
+        run(out, weight, x, ids, weights, w1, w3, w2, activation, add, norm, shared, list(ahead))
         return
     u = expert_sums(x, ids, weights, w1, w3, w2, activation, implementation=implementation)
-    products_into(out, weight, u, add=add, norm=norm, unit=unit, implementation=implementation)
+    products_into(out, weight, u, add=add, norm=norm, unit=unit, ahead=ahead, implementation=implementation)
 
 
 @own_dtypes

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from openk3.ops.activation import Activation
-from openk3.ops.decoding.kernels.early import FEW, early, let_next, wait
+from openk3.ops.decoding.kernels.early import FEW, early, let_next, narrow, wait
 from openk3.ops.decoding.kernels.experts import expert_sums, list_rows
 from openk3.ops.decoding.kernels.products import launch_into, products_into
 from openk3.ops.kernel_operator import kernel_operator
@@ -30,6 +30,7 @@ WIDEST = 512  # of a row of weights
 UNITS = {"ROWS": 16, "FEATURES": 32, "num_warps": 4}
 DOWNS = {"ROWS": 16, "COLUMNS": 32, "num_warps": 4}
 AHEAD = 528  # programs that ask for weights first: four on each of an H200's processors
+ALL_HIT = 4  # times as many choices as experts leave few experts without a row: all programs ask first
 
 
 @triton.jit
@@ -159,18 +160,19 @@ def experts_into(
     add: bool,
     norm: tuple[Tensor, float] | None,
     shared: tuple[Tensor, Tensor] | None,
+    ahead: list[Tensor],
 ) -> None:
     """See `openk3.ops.decoding.experts_into`."""
-    if not FEW < len(x) <= MOST or max(w1.shape[1:]) > WIDEST:
+    if not FEW < len(x) <= MOST or max(w1.shape[1:]) > WIDEST or not narrow(x):
         u = expert_sums(x, ids, weights, w1, w3, w2, activation)
         unit = None if shared is None else (*shared, activation)
-        products_into(out, weight, u, add, norm, None, unit)
+        products_into(out, weight, u, add, norm, None, unit, ahead)
         return
     gain, eps = norm or (None, 0.0)
     gate, up = shared or (None, None)
     torch.ops.openk3.experts_into(
         out, weight, x, ids, weights, w1, w3, w2, add, gain, eps, gate, up,
-        activation.kind, activation.gate_cap, activation.up_cap,
+        activation.kind, activation.gate_cap, activation.up_cap, ahead,
     )  # fmt: skip
 
 
@@ -178,7 +180,7 @@ def experts_into(
 def _experts_into_op(
     out: Tensor, weight: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor,
     add: bool, gain: Tensor | None, eps: float, gate: Tensor | None, up: Tensor | None,
-    kind: str, gate_cap: float, up_cap: float,
+    kind: str, gate_cap: float, up_cap: float, ahead: list[Tensor],
 ) -> None:  # fmt: skip
     (n, L), k, (E, F, _) = x.shape, ids.shape[1], w1.shape
     if not n:
@@ -187,13 +189,14 @@ def _experts_into_op(
     coarse, options = bool(PTX) and x.dtype == torch.bfloat16, early(x)
     lists, counts = list_rows(ids, E)
     hidden, rows, joined = x.new_empty(n * k, F), x.new_empty(n * k, L), x.new_empty(n, L + b)
+    ahead_of_lists = AHEAD if n * k < ALL_HIT * E else 2**30
     _units[(triton.cdiv(F, UNITS["FEATURES"]), E)](
         x, lists, counts, w1, w3, hidden, n, F, L, gate_cap, up_cap, k=k, UNIT=kind, COARSE=coarse,
-        WIDTH=max(16, triton.next_power_of_2(L)), AHEAD=AHEAD, **UNITS, **options,
+        WIDTH=max(16, triton.next_power_of_2(L)), AHEAD=ahead_of_lists, **UNITS, **options,
     )  # fmt: skip
     _downs[(triton.cdiv(L, DOWNS["COLUMNS"]), E)](
         hidden, lists, counts, w2, rows, n, F, L,
-        WIDTH=max(16, triton.next_power_of_2(F)), AHEAD=AHEAD, **DOWNS, **options,
+        WIDTH=max(16, triton.next_power_of_2(F)), AHEAD=ahead_of_lists, **DOWNS, **options,
     )  # fmt: skip
     WIDTH, K, B = (triton.next_power_of_2(max(1, size)) for size in (L, k, b))
     _joined_rows[(n,)](
@@ -201,9 +204,9 @@ def _experts_into_op(
         k=k, K=K, WIDTH=WIDTH, B=B, NORM=gain is not None, UNIT="none" if gate is None else kind,
         COARSE=coarse, num_warps=max(1, K * WIDTH // 4096), **options,
     )  # fmt: skip
-    launch_into(out, weight, joined, None, add)
+    launch_into(out, weight, joined, None, add, ahead)
 
 
 @_experts_into_op.register_fake
-def _(out, weight, x, ids, weights, w1, w3, w2, add, gain, eps, gate, up, kind, gate_cap, up_cap):
+def _(out, weight, x, ids, weights, w1, w3, w2, add, gain, eps, gate, up, kind, gate_cap, up_cap, ahead):
     return None

@@ -17,7 +17,17 @@ import triton.language as tl
 
 from openk3.ops.activation import Activation
 from openk3.ops.decoding import BLOCK, Joined, StreamMix
-from openk3.ops.decoding.kernels.early import FEW, early, let_next, stages, wait, warps
+from openk3.ops.decoding.kernels.early import (
+    FEW,
+    ask_for,
+    asking,
+    early,
+    let_next,
+    narrow,
+    stages,
+    wait,
+    warps,
+)
 from openk3.ops.kernel_operator import kernel_operator
 from openk3.ops.moe.kernels.units import unit as gated_unit
 from openk3.ops.precision import wide
@@ -43,6 +53,7 @@ class Tile(NamedTuple):
 # By the number of rows: the first that has as many. Small tiles start and end sooner, large ones read less.
 TILES = ((16, Tile(16, 16, True)), (64, Tile(32, 32, True)), (2**31, Tile(64, 64, False)))
 INTO = ((64, Tile(16, 16, True)), (512, Tile(32, 32, True)))  # of more rows, or wider: in steps
+WIDE_TILES = ((16, Tile(16, 16, False)), (2**31, Tile(64, 16, False)))  # of fp32
 WIDEST_WHOLE = 2048
 SHARE = 128  # of the depth for a warp, or more
 
@@ -145,8 +156,10 @@ def _gated(x, logits):
 
 @triton.jit(do_not_specialize=["N"])
 def _whole_into(
-    out, weight, x, gate, N, d, a, ADD: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, SPLIT: tl.constexpr, DEPTH: tl.constexpr, REST: tl.constexpr, EARLY: tl.constexpr,
+    out, weight, x, gate, N, d, a, ask0, ask0_size, ask0_chunk, ask1, ask1_size, ask1_chunk,
+    ask2, ask2_size, ask2_chunk, ask3, ask3_size, ask3_chunk, ADD: tl.constexpr, GATE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, DEPTH: tl.constexpr, REST: tl.constexpr,
+    ASK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next(EARLY)
     first, start = tl.program_id(1) * ROWS, tl.program_id(0) * COLUMNS
@@ -155,6 +168,15 @@ def _whole_into(
     w = _part(weight, column, a, 0, column < d, SPLIT, DEPTH)
     if REST:
         w_rest = _part(weight, column, a, SPLIT * DEPTH, column < d, SPLIT, REST)
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    if ASK > 0:  # after its own weights, of which it cannot wait long
+        ask_for(ask0, ask0_size, ask0_chunk, program, 0 % (32 * SPLIT))
+    if ASK > 1:
+        ask_for(ask1, ask1_size, ask1_chunk, program, 32 % (32 * SPLIT))
+    if ASK > 2:
+        ask_for(ask2, ask2_size, ask2_chunk, program, 64 % (32 * SPLIT))
+    if ASK > 3:
+        ask_for(ask3, ask3_size, ask3_chunk, program, 96 % (32 * SPLIT))
     wait(EARLY)
     v = _part(x, row, a, 0, row < N, SPLIT, DEPTH)
     if GATE:
@@ -396,7 +418,7 @@ def _mixed_products_op(
 
 def _launch_products(x: Tensor, matrix: Tensor, blocks: Tensor, out: Tensor, exact: Tensor) -> None:
     n, d = x.shape
-    tile = next(tile for most, tile in TILES if n <= most)
+    tile = next(tile for most, tile in (TILES if narrow(x) else WIDE_TILES) if n <= most)
     sizes = {"ROWS": tile.ROWS, "COLUMNS": tile.COLUMNS, **early(x)}
     grid = triton.cdiv(len(matrix), tile.COLUMNS), triton.cdiv(n, tile.ROWS)
     given = x, matrix, blocks, out, exact, n, len(matrix), d
@@ -446,13 +468,14 @@ def products_into(
     norm: tuple[Tensor, float] | None,
     gate: Tensor | None,
     unit: tuple[Tensor, Tensor, Activation] | None,
+    ahead: list[Tensor],
 ) -> None:
     """See `openk3.ops.decoding.products_into`."""
     gain, eps = norm or (None, 0.0)
     unit_gate, unit_up, activation = unit or (None, None, Activation())
     torch.ops.openk3.products_into(
         out, weight, x, add, gain, eps, gate, unit_gate, unit_up,
-        activation.kind, activation.gate_cap, activation.up_cap,
+        activation.kind, activation.gate_cap, activation.up_cap, ahead,
     )  # fmt: skip
 
 
@@ -460,14 +483,14 @@ def products_into(
 def _products_into_op(
     out: Tensor, weight: Tensor, x: Tensor | None, add: bool, gain: Tensor | None, eps: float,
     gate: Tensor | None, unit_gate: Tensor | None, unit_up: Tensor | None,
-    kind: str, gate_cap: float, up_cap: float,
+    kind: str, gate_cap: float, up_cap: float, ahead: list[Tensor],
 ) -> None:  # fmt: skip
     n, d = out.shape
     if not n:
         return
     a, b = 0 if x is None else x.shape[1], 0 if unit_gate is None else unit_gate.shape[1]
     if n > FEW and x is not None and gain is None and unit_gate is None:
-        launch_into(out, weight, x, gate, add)
+        launch_into(out, weight, x, gate, add, ahead)
         return
     unit_of = "none" if unit_gate is None else kind
     coarse = bool(PTX) and out.dtype == torch.bfloat16
@@ -484,16 +507,19 @@ def _products_into_op(
     )
 
 
-def launch_into(out: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, add: bool) -> None:
-    """out (+)= x weight^T, of x * sigmoid(gate) where there is a gate."""
+def launch_into(
+    out: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, add: bool, ahead: list[Tensor]
+) -> None:
+    """out (+)= x weight^T, of x * sigmoid(gate) where there is a gate; asks for `ahead` on the way."""
     (n, d), a = out.shape, x.shape[1]
     tile = next((tile for most, tile in INTO if n <= most), None)
-    if tile is None or not tile.WHOLE or a > WIDEST_WHOLE:
+    if tile is None or not narrow(x) or not tile.WHOLE or a > WIDEST_WHOLE:
         _products_into_in_steps(out, weight, x, add, None, 0.0, gate, None, None, "none", 0.0, 0.0)
         return
-    _whole_into[(triton.cdiv(d, tile.COLUMNS), triton.cdiv(n, tile.ROWS))](
-        out, weight, x, gate, n, d, a, ADD=add, GATE=gate is not None, ROWS=tile.ROWS, COLUMNS=tile.COLUMNS,
-        **_shares(a), **early(out),
+    grid, options = (triton.cdiv(d, tile.COLUMNS), triton.cdiv(n, tile.ROWS)), early(out)
+    _whole_into[grid](
+        out, weight, x, gate, n, d, a, **asking(ahead, out, grid[0] * grid[1], options["EARLY"]),
+        ADD=add, GATE=gate is not None, ROWS=tile.ROWS, COLUMNS=tile.COLUMNS, **_shares(a), **options,
     )  # fmt: skip
 
 
@@ -515,5 +541,5 @@ def _products_into_in_steps(
 
 
 @_products_into_op.register_fake
-def _(out, weight, x, add, gain, eps, gate, unit_gate, unit_up, kind, gate_cap, up_cap):
+def _(out, weight, x, add, gain, eps, gate, unit_gate, unit_up, kind, gate_cap, up_cap, ahead):
     return None
