@@ -275,14 +275,14 @@ def forms(n: int) -> Iterator[tuple[str, list[tuple[object, str, object]]]]:
         if tile != next(tile for most, tile in products.INTO if n <= most):
             yield f"into the stream {tuple(tile)}", [(products, "INTO", [(2**31, tile)])]
     # Fewer stages than five leave one tile on its way at a time: its page is asked for first.
+    parts = CONTEXT + 256 if n >= 256 else 512
+    whole = [(mla, "split_for", lambda *sizes: parts)]
+    yield f"attention, parts of {parts}", whole
     for tokens, count in ((64, 5), (32, 5), (32, 7)):
         launch = Launch(16, tokens, 4, count)
-        yield (
-            f"attention, {tokens} tokens in {count} stages",
-            [(mla, "launch", lambda *sizes, launch=launch: launch)],
-        )
-    parts = CONTEXT + 256 if n >= 256 else 512
-    yield f"attention, parts of {parts}", [(mla, "split_for", lambda *sizes, parts=parts: parts)]
+        staged = [(mla, "launch", lambda *sizes, launch=launch: launch)]
+        yield f"attention, {tokens} tokens in {count} stages", staged
+        yield f"attention, {tokens} tokens in {count} stages, parts of {parts}", staged + whole
 
 
 @torch.inference_mode()
