@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -69,7 +71,7 @@ def test_each_sublayer_knows_what_the_next_one_reads():
     model = built(BASE)
     stepper = BatchStepper(model, 2, 20)
     sublayers = [sublayer for layer in stepper._layers for _, _, sublayer in layer.sublayers]
-    for sublayer, following in zip(sublayers, sublayers[1:], strict=False):
+    for sublayer, following in pairwise(sublayers):
         assert sublayer.ahead[0] is following.inputs.matrix
         assert all(x.is_contiguous() and x.numel() for x in sublayer.ahead) and len(sublayer.ahead) <= 4
     assert sublayers[-1].ahead[0].data_ptr() == model.head_weight.data_ptr()
