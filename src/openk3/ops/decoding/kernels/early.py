@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from openk3.ops.triton_math import PTX
+
 Tensor = torch.Tensor
 
 FEW = 4  # rows that each program of a product prepares again, and that go to experts one by one
@@ -82,7 +84,7 @@ def early(x: Tensor) -> dict[str, bool]:
 
 def narrow(x: Tensor) -> bool:
     """Whether whole rows of weights fit into registers: fp32 does not. The interpreter has no end of them."""
-    return x.element_size() == 2 or not x.is_cuda
+    return x.element_size() == 2 or not PTX
 
 
 def warps(values: int) -> int:

@@ -54,7 +54,7 @@ class Tile(NamedTuple):
 TILES = ((16, Tile(16, 16, True)), (64, Tile(32, 32, True)), (2**31, Tile(64, 64, False)))
 INTO = ((64, Tile(16, 16, True)), (512, Tile(32, 32, True)))  # of more rows, or wider: in steps
 WIDE_TILES = ((16, Tile(16, 16, False)), (2**31, Tile(64, 16, False)))  # of fp32
-WIDEST_WHOLE = 2048
+WIDEST_WHOLE = 1152  # deeper ones do not fit into registers
 SHARE = 128  # of the depth for a warp, or more
 
 
@@ -425,7 +425,8 @@ def _launch_products(x: Tensor, matrix: Tensor, blocks: Tensor, out: Tensor, exa
     if tile.WHOLE and d <= WIDEST_WHOLE:
         _whole_products[grid](*given, **_shares(d), **sizes)
     else:
-        _products[grid](*given, DEPTH=DEPTH, num_warps=4, num_stages=stages(x), **sizes)
+        count = stages(x) if tile.COLUMNS == BLOCK else min(3, stages(x))  # two programs on a processor
+        _products[grid](*given, DEPTH=DEPTH, num_warps=4, num_stages=count, **sizes)
 
 
 def _shares(depth: int) -> dict[str, int]:
