@@ -7,7 +7,8 @@ and `_b256`: the share of the byte floor that a greedy step reaches, logits and 
 counts what must be read and written whatever the code: weights of the experts that tokens really go to, KDA
 states twice, MLA latents, the head; at the bandwidth of a copy. States are random, tokens are those that
 the model chooses. The peer is the plain loop: `K3.forward` on each step's tokens.
-`--profile` prints a step's kernels by time; `--variants` tries sizes that the code fixes.
+`--profile` prints a step's kernels by time; `--variants` tries other forms and sizes than those that run for
+many sequences.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import sys
 import traceback
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import ExitStack
 from unittest.mock import patch
 
@@ -29,7 +31,7 @@ from openk3.config.presets import preset
 from openk3.model import K3, DecodeState, KdaState, MlaState
 from openk3.model.decoding import BatchStepper, ffn
 from openk3.model.decoding.slots import KdaSlots
-from openk3.ops.decoding import choose_experts
+from openk3.ops.decoding import choose_experts, most_likely
 
 Tensor = torch.Tensor
 CONTEXT = 2048
@@ -96,6 +98,7 @@ class Sequences:
 
     def __init__(self, model: K3, n: int) -> None:
         self.model, self.n = model, n
+        torch.manual_seed(n)
         self.stepper = BatchStepper(model, n, CONTEXT + 256, implementation="triton")
         self.slots = torch.arange(n, dtype=torch.int32, device="cuda")
         self.tokens = torch.randint(0, R1.vocab_size, (n,), device="cuda")
@@ -112,8 +115,12 @@ class Sequences:
         with torch.inference_mode():
             self.stepper.memory.lengths[:-1].fill_(CONTEXT)
 
+    @staticmethod
+    def choose(logits: Tensor) -> Tensor:
+        return most_likely(logits, implementation="triton")
+
     def step(self) -> None:
-        self.tokens = self.stepper(self.tokens, self.slots).argmax(-1)
+        self.tokens = self.choose(self.stepper(self.tokens, self.slots))
 
     def milliseconds(self, steps: int = 100) -> float:
         """Of a step, in a row of steps that the host launches without waiting."""
@@ -224,31 +231,82 @@ def measure(model: K3, n: int, bandwidth: float, steps: Steps, *, profile: bool,
     keep({"plain loop": floor / plain})
 
 
-def variants(model: K3, steps: Steps) -> None:
-    """Sizes that the code fixes, each alone."""
-    from openk3.ops.decoding.kernels import early, experts, products
+def forms(n: int) -> Iterator[tuple[str, list[tuple[object, str, object]]]]:
+    """Names of settings, and what each changes: module, name, value."""
+    from openk3.model.decoding import ahead
+    from openk3.ops.attention.kernels import paged_operator as mla
+    from openk3.ops.decoding.kernels import early, experts, many, products
+    from openk3.ops.kda.kernels import decode as kda
 
-    lists = [{**experts.LIST, "DEPTH": 32}, {**experts.LIST, "DEPTH": 128}]
-    lists += [{**experts.LIST, "FEATURES": 32}, {**experts.LIST, "num_warps": 8}]
-    for n in (1, 4, 8, 64, 256):
-        for name, modules, values in (
-            ("OVERLAP", (early,), (True, False)),
-            ("FEW", (products, experts), (1, 4, 16)),
-            ("DEPTH", (products,), (64, 256)),
-            ("LIST", (experts,), lists if n > 4 else []),
-        ):
-            for value in values:
-                if steps.passed():
-                    print(f"n={n} {name}: out of time", flush=True)
-                    break
-                with ExitStack() as patches:
-                    for module in modules:
-                        patches.enter_context(patch.object(module, name, value))
-                    try:
-                        time = Sequences(model, n).milliseconds(50)
-                        print(f"n={n} {name}={value}: {time:.4f} ms", flush=True)
-                    except Exception:  # noqa: BLE001 - the next variant may run
-                        traceback.print_exc()
+    Tile, Launch = products.Tile, mla.Launch
+    steps16 = [(2**31, Tile(16 if n <= 16 else 64, 16, False))]
+    earlier = {
+        "experts in steps": [(many, "MOST", 0)],
+        "mix by a general kernel": [(products, "MIXED", 0)],
+        "products in steps": [(products, "TILES", steps16)],
+        "into the stream in steps": [(products, "INTO", ())],
+        "KDA waits": [(kda, "STARTS_EARLY", False)],
+        "nothing asked for into the L2": [(ahead, "AHEAD_BYTES", 0)],
+        "torch's argmax": [(Sequences, "choose", staticmethod(lambda logits: logits.argmax(-1)))],
+    }
+    yield "as it is", []
+    yield "all as before", [change for changes in earlier.values() for change in changes]
+    yield from earlier.items()
+    yield "OVERLAP off", [(early, "OVERLAP", False)]
+    for megabytes in (8, 16, 32, 40):
+        yield f"{megabytes} MB asked for into the L2", [(ahead, "AHEAD_BYTES", megabytes << 20)]
+    for programs in (0, 264, 2**30):
+        yield f"AHEAD {programs}", [(many, "AHEAD", programs), (many, "ALL_HIT", 2**30)]
+    for features, warps in ((16, 4), (64, 8)):
+        yield (
+            f"UNITS {features}, {warps}",
+            [(many, "UNITS", {"ROWS": 16, "FEATURES": features, "num_warps": warps})],
+        )
+    for columns, warps in ((16, 4), (64, 8)):
+        yield (
+            f"DOWNS {columns}, {warps}",
+            [(many, "DOWNS", {"ROWS": 16, "COLUMNS": columns, "num_warps": warps})],
+        )
+    yield "LISTED 512", [(experts, "LISTED", 512)]
+    for tile in (Tile(64, 16, True), Tile(32, 32, True), Tile(64, 64, False), Tile(64, 32, False)):
+        if tile != next(tile for most, tile in products.TILES if n <= most):
+            yield f"products {tuple(tile)}", [(products, "TILES", [(2**31, tile)])]
+    for tile in (Tile(16, 16, True), Tile(16, 32, True), Tile(32, 32, True)):
+        if tile != next(tile for most, tile in products.INTO if n <= most):
+            yield f"into the stream {tuple(tile)}", [(products, "INTO", [(2**31, tile)])]
+    # Fewer stages than five leave one tile on its way at a time: its page is asked for first.
+    parts = CONTEXT + 256 if n >= 256 else 512
+    whole = [(mla, "split_for", lambda *sizes: parts)]
+    yield f"attention, parts of {parts}", whole
+    for tokens, count in ((64, 5), (32, 5), (32, 7)):
+        launch = Launch(16, tokens, 4, count)
+        staged = [(mla, "launch", lambda *sizes, launch=launch: launch)]
+        yield f"attention, {tokens} tokens in {count} stages", staged
+        yield f"attention, {tokens} tokens in {count} stages, parts of {parts}", staged + whole
+
+
+@torch.inference_mode()
+def variants(model: K3, steps: Steps) -> None:
+    """A step in other forms and sizes, each alone; beside the time how far logits are from the present's."""
+    for n in (64, 256):
+        present = None
+        for name, changes in forms(n):
+            if steps.passed():
+                print(f"n={n} {name}: out of time", flush=True)
+                continue
+            with ExitStack() as patches:
+                for module, attribute, value in changes:
+                    patches.enter_context(patch.object(module, attribute, value))
+                try:
+                    sequences = Sequences(model, n)
+                    logits = sequences.stepper(sequences.tokens, sequences.slots).float()
+                    present = logits if present is None else present
+                    error = float((logits - present).norm() / present.norm())
+                    time = sequences.milliseconds(50)
+                    print(f"n={n} {name}: {time:.4f} ms, logits differ by {error:.1e}", flush=True)
+                except Exception:  # noqa: BLE001 - the next variant may run
+                    print(f"n={n} {name}: failed", flush=True)
+                    traceback.print_exc()
 
 
 def main() -> int:
@@ -264,7 +322,7 @@ def main() -> int:
         print("bench/decode_r1.py needs a CUDA device")
         return 0
     steps = Steps(None if given.ours_alone else given.device, given.budget)
-    for n in (1, 3, 5, 64):
+    for n in (1, 3, 5, 64, 100):
         steps.check(f"errors of {n}", lambda n=n: check(n))  # type: ignore[misc]
     bandwidth = ceilings().bandwidth
     model = filled(R1)

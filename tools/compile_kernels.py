@@ -294,7 +294,7 @@ def _launch_mla_decode(H: int, R: int, dtype: torch.dtype) -> None:
 
 def _launch_decoding_step(n: int, dtype: torch.dtype) -> None:
     """What stands between the large operators, at the sizes of r1."""
-    from openk3.ops.decoding.kernels import experts, products, rows
+    from openk3.ops.decoding.kernels import experts, many, products, rows, tokens
 
     d, E, F, latent = 512, 256, 416, 256
     x, gain = _empty(n, d, dtype=dtype), _empty(d, dtype=dtype)
@@ -307,7 +307,7 @@ def _launch_decoding_step(n: int, dtype: torch.dtype) -> None:
         products._products_into_op._init_fn(
             x, _empty(d, a + b, dtype=dtype), _empty(n, a, dtype=dtype) if a else None, True,
             _empty(a, dtype=dtype) if normed else None, 1e-5,
-            _empty(n, a, dtype=dtype) if gated else None, *units, "situ", 4.0, 25.0,
+            _empty(n, a, dtype=dtype) if gated else None, *units, "situ", 4.0, 25.0, [],
         )  # fmt: skip
     experts.choose_experts._init_fn(_empty(n, E), _empty(E), 6, 1.0, True)
     ids, w1 = _empty(n, 6, dtype=torch.int64), _empty(E, F, latent, dtype=dtype)
@@ -315,6 +315,13 @@ def _launch_decoding_step(n: int, dtype: torch.dtype) -> None:
         _empty(n, latent, dtype=dtype), ids, _empty(n, 6), w1, w1, _empty(E, latent, F, dtype=dtype),
         "situ", 4.0, 25.0,
     )  # fmt: skip
+    if products.narrow(x) and n > products.FEW:
+        weight, z = _empty(d, latent + 832, dtype=dtype), _empty(n, latent, dtype=dtype)
+        many._experts_into_op._init_fn(
+            x, weight, z, ids, _empty(n, 6), w1, w1, _empty(E, latent, F, dtype=dtype), True,
+            _empty(latent, dtype=dtype), 1e-5, *[_empty(n, 832, dtype=dtype)] * 2, "situ", 4.0, 25.0, [],
+        )  # fmt: skip
+    tokens.most_likely._init_fn(_empty(n, 1 << 15, dtype=dtype))
     places = _empty(n, dtype=torch.int64)
     rows.append_latents._init_fn(
         _empty(n, 320, dtype=dtype), _empty(latent, dtype=dtype), 1e-6, _empty(n, 64, 320, dtype=dtype),

@@ -20,7 +20,9 @@ from openk3.ops.decoding import (
     append_latents,
     choose_experts,
     expert_sums,
+    experts_into,
     mixed_products,
+    most_likely,
     products_into,
 )
 from ops.closeness import relative_error
@@ -117,7 +119,7 @@ def test_logits_in_fp32_are_those_of_the_model_in_float64(n):
     assert mine < 1e-3
 
 
-@pytest.mark.parametrize("n", [1, 3, 4, 5, 17, 64])
+@pytest.mark.parametrize("n", [1, 3, 4, 5, 17, 64, 80])
 def test_logits_in_bf16_are_as_near_as_the_whole_forward(model, n):
     mine, plain = errors(model, in_float64(model), n, steps=6)
     assert mine < 2 * plain  # experts that nearly tie fall differently in each
@@ -189,13 +191,38 @@ def test_products_of_a_mix_at_r1_widths(S, n):
     assert outputs[3].dtype == torch.float32
 
 
+@pytest.mark.parametrize("n", [5, 64, 65, 300, 600])
+@pytest.mark.parametrize(("a", "gated"), [(512, False), (1024, True), (1088, False)])
+def test_a_product_goes_into_the_stream_in_any_tiles(n, a, gated):
+    out, x, gate = (torch.randn(n, width, device="cuda").bfloat16() for width in (512, a, a))
+    weight = (torch.randn(512, a, device="cuda") / 33).bfloat16()
+    given = x.to(f64) * gate.to(f64).sigmoid() if gated else x.to(f64)
+    right = out.to(f64) + given @ weight.to(f64).T
+    other, ahead = out.clone(), [weight, gate, torch.randn(1 << 20, device="cuda")]
+    options = {"add": True, "gate": gate if gated else None, "implementation": "triton"}
+    products_into(out, weight, x, **options)
+    assert relative_error(out, right) < 6e-3
+    products_into(other, weight, x, **options, ahead=ahead)
+    assert torch.equal(out, other)
+
+
+def test_many_rows_in_fp32_take_steps():
+    x, weights = torch.randn(70, 512, device="cuda"), torch.randn(40, 512, device="cuda") / 22
+    out = torch.zeros(70, 40, device="cuda")
+    right = x.to(f64) @ weights.to(f64).T
+    products_into(out, weights, x, add=False, implementation="triton")
+    assert relative_error(out, right) < 1e-5
+    ones = torch.ones(512, device="cuda")
+    (y,) = mixed_products(x[None], None, ones, 1e-5, Joined.of(weights), implementation="triton")
+    assert relative_error(y, normed(x.to(f64)) @ weights.to(f64).T) < 1e-5
+
+
 @pytest.mark.parametrize("n", [1, 4, 33, 256])
 def test_what_goes_into_the_stream_at_r1_widths(n):
     out, u = (torch.randn(n, width, device="cuda").bfloat16() for width in (512, 256))
     gate, up = (3 * torch.randn(n, 832, device="cuda").bfloat16() for _ in range(2))
     weight = (torch.randn(512, 256 + 832, device="cuda") / 33).bfloat16()
-    g, v = gate.to(f64), up.to(f64)
-    hidden = 4 * (g / 4).tanh() * g.sigmoid() * 25 * (v / 25).tanh()
+    hidden = situ(gate.to(f64), up.to(f64))
     right = out.to(f64) + torch.cat([normed(u.to(f64)), hidden], 1) @ weight.to(f64).T
     ones = torch.ones(256, device="cuda").bfloat16()
     products_into(
@@ -204,24 +231,71 @@ def test_what_goes_into_the_stream_at_r1_widths(n):
     assert relative_error(out, right) < 6e-3
 
 
-@pytest.mark.parametrize("n", [1, 4, 5, 100])
-def test_experts_are_chosen_and_summed_at_r1_widths(n):
+def chosen(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     logits, bias = torch.randn(n, 256, device="cuda"), 0.1 * torch.randn(256, device="cuda")
     ids, weights = choose_experts(logits, bias, 6, implementation="triton")
     eager = choose_experts(logits, bias, 6, implementation="eager")
     assert torch.equal(ids, eager[0]) and relative_error(weights, eager[1]) < 1e-5
-    x = torch.randn(n, 256, device="cuda").bfloat16()
+    return ids, weights
+
+
+def r1_experts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     w1, w3 = ((torch.randn(256, 416, 256, device="cuda") / 16).bfloat16() for _ in range(2))
-    w2 = (torch.randn(256, 256, 416, device="cuda") / 20).bfloat16()
-    u = expert_sums(x, ids, weights, w1, w3, w2, Activation(), implementation="triton")
-    right = torch.zeros(len(u), 256, dtype=f64, device="cuda")
-    for t in range(len(u)):
-        for s in range(6):
-            e = ids[t, s]
-            g, v = w1[e].to(f64) @ x[t].to(f64), w3[e].to(f64) @ x[t].to(f64)
-            hidden = 4 * (g / 4).tanh() * g.sigmoid() * 25 * (v / 25).tanh()
-            right[t] += weights[t, s] * (w2[e].to(f64) @ hidden)
-    assert relative_error(u, right) < 6e-3
+    return w1, w3, (torch.randn(256, 256, 416, device="cuda") / 20).bfloat16()
+
+
+def situ(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return 4 * (gate / 4).tanh() * gate.sigmoid() * 25 * (up / 25).tanh()
+
+
+def summed(x, ids, weights, experts) -> torch.Tensor:
+    right = torch.zeros(x.shape, dtype=f64, device="cuda")
+    for t in range(len(x)):
+        w1, w3, w2 = (w[ids[t]].to(f64) for w in experts)
+        row = x[t].to(f64)
+        right[t] = torch.einsum("s,slf,sf->l", weights[t].to(f64), w2, situ(w1 @ row, w3 @ row))
+    return right
+
+
+@pytest.mark.parametrize("n", [1, 4, 5, 100])
+def test_experts_are_chosen_and_summed_at_r1_widths(n):
+    ids, weights = chosen(n)
+    x, experts = torch.randn(n, 256, device="cuda").bfloat16(), r1_experts()
+    u = expert_sums(x, ids, weights, *experts, Activation(), implementation="triton")
+    assert relative_error(u, summed(x, ids, weights, experts)) < 6e-3
+
+
+@pytest.mark.parametrize("n", [5, 64, 256, 512, 700])
+@pytest.mark.parametrize("crowded", [False, True])
+def test_experts_go_into_the_stream_at_r1_widths_and_equal_calls_give_equal_bits(n, crowded):
+    ids, weights = chosen(n)
+    if crowded:  # every row goes to expert 7: as many tiles as can be
+        ids[:, 0] = torch.where((ids == 7).any(1), ids[:, 0], 7)
+    x, experts = torch.randn(n, 256, device="cuda").bfloat16(), r1_experts()
+    start, ones = torch.randn(n, 512, device="cuda").bfloat16(), torch.ones(256, device="cuda").bfloat16()
+    gate, up = (3 * torch.randn(n, 832, device="cuda").bfloat16() for _ in range(2))
+    weight = (torch.randn(512, 256 + 832, device="cuda") / 33).bfloat16()
+    parts = normed(summed(x, ids, weights, experts)), situ(gate.to(f64), up.to(f64))
+    right = start.to(f64) + torch.cat(parts, 1) @ weight.to(f64).T
+    results = []
+    for _ in range(3):
+        out = start.clone()
+        experts_into(
+            out, weight, x, ids, weights, *experts, Activation(), add=True, norm=(ones, 1e-5),
+            shared=(gate, up), implementation="triton",
+        )  # fmt: skip
+        results.append(out)
+    assert relative_error(results[0], right) < 6e-3
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("n", [1, 64, 256])
+def test_the_most_likely_token_is_the_first_of_the_largest(n):
+    logits = torch.randn(n, 163840, device="cuda").bfloat16()
+    tokens = most_likely(logits, implementation="triton")
+    largest = logits.max(-1, keepdim=True).values
+    first = (logits == largest).to(torch.int32).argmax(-1)
+    assert torch.equal(tokens, first)
 
 
 def test_a_latent_is_normed_on_its_way():

@@ -14,7 +14,9 @@ from openk3.ops.decoding import (
     append_latents,
     choose_experts,
     expert_sums,
+    experts_into,
     mixed_products,
+    most_likely,
     products,
     products_into,
     start_step,
@@ -22,6 +24,10 @@ from openk3.ops.decoding import (
 from openk3.ops.dispatch import triton_problem
 
 NO_TRITON = triton_problem("cpu")
+if NO_TRITON is None:
+    from openk3.ops.decoding.kernels import early, many
+    from openk3.ops.decoding.kernels import products as kernels
+
 needs_triton = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
 BOTH = ["eager", pytest.param("triton", marks=needs_triton)]
 f64 = torch.float64
@@ -78,7 +84,7 @@ def test_one_source_is_read_as_it_is(n, implementation):
 
 
 @pytest.mark.parametrize("implementation", BOTH)
-@pytest.mark.parametrize("n", [1, 70])
+@pytest.mark.parametrize("n", [1, 20, 70], ids=["16 rows", "32 rows", "in steps"])
 def test_products_lie_apart(n, implementation):
     x, weights = torch.randn(n, 200), [torch.randn(width, 200) for width in (16, 7, 50)]
     outputs = products(x, Joined.of(*weights), implementation=implementation)
@@ -113,9 +119,10 @@ def test_a_norm_and_a_unit_go_into_the_stream_at_once(n, add, kind, implementati
 
 @pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("part", ["plain", "gate", "unit"])
-def test_each_part_goes_into_the_stream_alone(part, implementation):
-    out, weight = torch.randn(5, 36), torch.randn(36, 24)
-    x, gate = torch.randn(5, 24), torch.randn(5, 24)
+@pytest.mark.parametrize("n", [5, 66])
+def test_each_part_goes_into_the_stream_alone(part, n, implementation):
+    out, weight = torch.randn(n, 36), torch.randn(36, 24)
+    x, gate = torch.randn(n, 24), torch.randn(n, 24)
     given, right = {}, x.to(f64)
     if part == "gate":
         given, right = {"gate": gate}, x.to(f64) * gate.to(f64).sigmoid()
@@ -156,19 +163,131 @@ def test_equal_scores_fall_to_the_lower_expert(implementation):
 @pytest.mark.parametrize("kind", ["situ", "swiglu"])
 @pytest.mark.parametrize("n", [3, 5, 23], ids=["each row its own", "lists", "lists of several tiles"])
 def test_experts_of_each_row_are_summed_by_weight(n, kind, implementation):
-    k, E, L, F, activation = 2, 6, 24, 40, Activation(kind)
-    x, weights = torch.randn(n, L), torch.rand(n, k)
-    w1, w3, w2 = torch.randn(E, F, L), torch.randn(E, F, L), torch.randn(E, L, F)
-    # Expert 4 gets nearly all rows, expert 5 none.
+    x, ids, weights, experts = experts_of(n)
+    u = expert_sums(x, ids, weights, *experts, Activation(kind), implementation=implementation)
+    assert relative_error(u, summed(x, ids, weights, experts, Activation(kind))) < 1e-5
+
+
+def experts_of(n):
+    """Rows, their experts and weights, and the experts: number 4 gets nearly all rows, number 5 none."""
+    k, E, L, F = 2, 6, 24, 40
     ids = torch.tensor([[4, t % 4] if t % 7 else [t % 4, (t + 1) % 4] for t in range(n)])
-    u = expert_sums(x, ids, weights, w1, w3, w2, activation, implementation=implementation)
-    right = torch.zeros(n, L, dtype=f64)
-    for t in range(n):
-        for s in range(k):
-            gate, up, down = (w[ids[t, s]].to(f64) for w in (w1, w3, w2))
-            row = x[t].to(f64)
+    experts = torch.randn(E, F, L), torch.randn(E, F, L), torch.randn(E, L, F)
+    return torch.randn(n, L), ids, torch.rand(n, k), experts
+
+
+def summed(x, ids, weights, experts, activation):
+    """Each row's experts by weight, in float64."""
+    right = torch.zeros(x.shape, dtype=f64)
+    for t, (row, chosen) in enumerate(zip(x.to(f64), ids.tolist(), strict=True)):
+        for s, e in enumerate(chosen):
+            gate, up, down = (w[e].to(f64) for w in experts)
             right[t] += weights[t, s] * (down @ unit(gate @ row, up @ row, activation))
-    assert relative_error(u, right) < 1e-5
+    return right
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("n", [3, 5, 23], ids=["each row its own", "lists", "lists of several tiles"])
+@pytest.mark.parametrize(("add", "norm", "shared"), [(True, True, True), (False, False, False)])
+def test_sums_of_experts_go_into_the_stream_normed_beside_a_unit(n, add, norm, shared, implementation):
+    d, b, activation = 20, 12, Activation()
+    x, ids, weights, experts = experts_of(n)
+    L = x.shape[1]
+    out, gain, weight = torch.randn(n, d), torch.rand(L) + 0.5, torch.randn(d, L + b * shared)
+    gate, up = 3 * torch.randn(n, b), 9 * torch.randn(n, b)
+    u = summed(x, ids, weights, experts, activation)
+    u = normed(u, gain, 1e-5) if norm else u
+    right = (torch.cat([u, unit(gate, up, activation)], 1) if shared else u) @ weight.to(f64).T
+    right = right + out if add else right
+    experts_into(
+        out, weight, x, ids, weights, *experts, activation, add=add, norm=(gain, 1e-5) if norm else None,
+        shared=(gate, up) if shared else None, implementation=implementation,
+    )  # fmt: skip
+    assert relative_error(out, right) < 1e-5
+
+
+@needs_triton
+def test_an_expert_is_asked_for_before_its_list_or_after_it_alike(monkeypatch):
+    x, ids, weights, experts = experts_of(23)
+    out = torch.zeros(2, 23, 20)
+    weight = torch.randn(20, 24)
+    for i, programs in enumerate((528, 5)):
+        monkeypatch.setattr(many, "AHEAD", programs)
+        experts_into(
+            out[i], weight, x, ids, weights, *experts, Activation(), add=True, implementation="triton"
+        )
+    assert torch.equal(*out)
+
+
+@needs_triton
+def test_what_experts_give_a_row_does_not_depend_on_the_other_rows():
+    x, ids, weights, experts = experts_of(23)
+    weight = torch.randn(20, 24)
+    out = torch.zeros(2, 23, 20)
+    for i in range(2):
+        if i:  # all others of other numbers and with other experts
+            x[1:], ids[1:] = torch.randn(22, 24), torch.tensor([3, 5])
+        experts_into(
+            out[i], weight, x, ids, weights, *experts, Activation(), add=True, implementation="triton"
+        )
+    assert torch.equal(out[0, 0], out[1, 0]) and not torch.equal(out[0, 1], out[1, 1])
+
+
+@needs_triton
+@pytest.mark.parametrize("n", [7, 70])
+def test_forms_of_earlier_measurements_compute_the_same(n, monkeypatch):
+    bank, mix = torch.randn(3, n, 24), StreamMix(torch.randn(24), torch.rand(24) + 0.5, 1e-5)
+    joined = Joined.of(torch.randn(33, 24), torch.randn(4, 24), precise=torch.randn(16, 24))
+    gain, weight, start = torch.rand(24) + 0.5, torch.randn(20, 24), torch.randn(n, 20)
+    x, ids, weights, experts = experts_of(n)
+    results = []
+    for earlier in (False, True):
+        if earlier:
+            monkeypatch.setattr(many, "MOST", 0)
+            monkeypatch.setattr(kernels, "MIXED", 0)
+            monkeypatch.setattr(kernels, "TILES", ((2**31, kernels.Tile(64, 16, False)),))
+            monkeypatch.setattr(kernels, "INTO", ())
+        out = start.clone()
+        experts_into(
+            out, weight, x, ids, weights, *experts, Activation(), add=True, norm=(gain, 1e-5),
+            implementation="triton",
+        )  # fmt: skip
+        products_into(out, weight, x, add=True, gate=x, implementation="triton")
+        results.append([out, *mixed_products(bank, mix, gain, 1e-6, joined, implementation="triton")])
+    for new, old in zip(*results, strict=True):
+        assert relative_error(new, old) < 1e-5
+
+
+@needs_triton
+@pytest.mark.parametrize("programs", [1, 32, 130])
+def test_programs_that_ask_ahead_share_all_bytes_of_each_tensor(programs):
+    tensors = [torch.empty(0), torch.empty(7), torch.empty(1 << 14), torch.empty(3, 5, 64).bfloat16()]
+    asked = early.asking(tensors, torch.empty(1), programs, starts_early=True)
+    assert asked["ASK"] == 3
+    for i, bytes_of in enumerate((16, 1 << 16, 1920)):  # in pieces of 16, that of 28 without its last 12
+        size, chunk = asked[f"ask{i}_size"], asked[f"ask{i}_chunk"]
+        assert size == bytes_of and chunk % 16 == 0 and size <= chunk * programs < size + 16 * programs
+    assert asked["ask3_size"] == 0
+    assert early.asking(tensors, torch.empty(1), programs, starts_early=False)["ASK"] == 0
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_most_likely_token_has_the_largest_logit_if_that_is_finite(dtype, implementation):
+    logits = torch.randn(7, 9001).to(dtype)
+    at = torch.tensor([0, 8191, 8192, 9000, 5, 6, 7])
+    logits[torch.arange(7), at] = torch.tensor([9.0, 9, 9, 9, torch.inf, torch.nan, 9], dtype=dtype)
+    logits[5, 3] = torch.inf
+    logits[6] = -torch.inf
+    tokens = most_likely(logits, implementation=implementation)
+    assert tokens.dtype == torch.int64 and tokens.tolist() == [0, 8191, 8192, 9000, -1, -1, -1]
+
+
+@needs_triton
+def test_of_equal_logits_the_first_is_most_likely():
+    logits = torch.full((2, 20_000), -3.0)
+    logits[1, 8200:] = -2.0
+    assert most_likely(logits, implementation="triton").tolist() == [0, 8200]
 
 
 @pytest.mark.parametrize("implementation", BOTH)
@@ -238,6 +357,8 @@ def test_what_kernels_would_read_or_write_out_of_bounds_by_is_refused(implementa
         ("want x", expert_sums, (x, ids, share, experts[0], experts, experts, act)),
         ("ids are", expert_sums, (x, ids.int(), share, experts, experts, experts, act)),
         ("one dtype", expert_sums, (x, ids, share, experts, experts.double(), experts, act)),
+        ("logits are", most_likely, (logits[0],)),
+        ("logits are", most_likely, (logits[:, :0],)),
         ("latents are", append_latents, (x, gain[:6], 1e-5, latents[..., :7], places, places)),
         ("gains", append_latents, (x, torch.ones(9), 1e-5, latents, places, places)),
         ("places must", append_latents, (x, gain[:6], 1e-5, latents, places[:2], places)),
@@ -260,6 +381,19 @@ def test_what_kernels_would_read_or_write_out_of_bounds_by_is_refused(implementa
         weight = torch.randn(8, 0 if options["x"] is None else 8)
         with pytest.raises(InvalidInput, match=message):
             products_into(out, weight, **options, add=False, implementation=implementation)
+    for message, chosen, options in [
+        ("want x", ids[:2], {}),
+        ("ids are", ids.int(), {}),
+        ("want \\[8, 8\\]", ids, {"weight": torch.randn(8, 9)}),
+        ("as wide as", ids, {"shared": (x, x[:, :4].contiguous())}),
+        ("gains", ids, {"norm": (gain[:4], 1e-5)}),
+    ]:
+        weight = options.pop("weight", torch.randn(8, 16 if "shared" in options else 8))
+        with pytest.raises(InvalidInput, match=message):
+            experts_into(
+                out, weight, x, chosen, share, experts, experts, experts, act, add=True, **options,
+                implementation=implementation,
+            )  # fmt: skip
 
 
 @needs_triton
@@ -273,10 +407,13 @@ def test_operators_are_what_torch_is_told_of_them(n):
     check(ops.joined_products, (torch.randn(n, d), *matrix, *widths))
     x, gate, up = torch.randn(3, n, d).unbind(0)
     out, weight = torch.randn(n, 8), torch.randn(8, 2 * d)
-    check(ops.products_into, (out, weight, x, True, gain, 1e-5, None, gate, up, "situ", 4.0, 25.0))
+    check(ops.products_into, (out, weight, x, True, gain, 1e-5, None, gate, up, "situ", 4.0, 25.0, [gate]))
     check(ops.choose_experts, (torch.randn(n, 6), torch.zeros(6), 2, 1.0, True))
-    ids, experts = torch.randint(0, 3, (n, 2)), torch.randn(3, d, d)
+    ids, experts = torch.tensor([[2, 0], [0, 1], [1, 2], [0, 2], [1, 0]])[:n], torch.randn(3, d, d)
     check(ops.expert_sums, (x, ids, torch.rand(n, 2), experts, experts, experts, "glu", 4.0, 25.0))
+    given = torch.randn(n, 8), torch.randn(8, 2 * d), x, ids, torch.rand(n, 2), experts, experts, experts
+    check(ops.experts_into, (*given, True, gain, 1e-5, gate, up, "situ", 4.0, 25.0, [gate]))
+    check(ops.most_likely, (x,))
     places, latents = torch.arange(n), torch.randn(n, 3, d)
     check(ops.append_latents, (x, torch.ones(10), 1e-5, latents, places, places % 3))
     slots, lengths = torch.arange(n, dtype=torch.int32), torch.zeros(n + 1, dtype=torch.int64)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from openk3.model.generate import Sampling
+from openk3.ops.decoding import most_likely
 
 Tensor = torch.Tensor
 
-NO_TOKEN = -1
+NO_TOKEN = -1  # as most_likely has it
 
 
 def choose_tokens(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
@@ -25,8 +26,7 @@ def choose_tokens(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor
         int64 `[n]`; NO_TOKEN where the largest logit is not finite, NaN counting as the largest.
     """
     if sampling.temperature == 0:
-        best = logits.argmax(-1, keepdim=True)
-        return torch.where(logits.gather(1, best).isfinite(), best, NO_TOKEN).squeeze(1)
+        return most_likely(logits)
     ordered, ids = torch.sort(logits.double(), dim=-1, descending=True, stable=True)
     probabilities = torch.softmax((ordered - ordered[:, :1]) / sampling.temperature, -1)
     kept = probabilities.cumsum(-1) - probabilities < sampling.top_p

@@ -1,13 +1,18 @@
-"""The feed-forward layers for a few rows (report §2.3)."""
+"""The feed-forward layers for a few rows (report §2.3).
+
+Each sublayer here and in `attention` has `reads`, what it reads besides activations, and `ahead`, what the
+next one reads, which `BatchStepper` fills in.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from openk3.model.decoding.ahead import part
 from openk3.model.decoding.slots import Rows
 from openk3.model.ffn import GatedFfn
 from openk3.model.moe import LatentMoe
-from openk3.ops.decoding import Joined, choose_experts, expert_sums, products_into
+from openk3.ops.decoding import Joined, choose_experts, expert_sums, experts_into, products_into
 from openk3.ops.dispatch import Implementation
 
 Tensor = torch.Tensor
@@ -20,11 +25,15 @@ class Dense:
         self.inputs = Joined.of(layer.gate_proj.weight, layer.up_proj.weight)
         self.down, self.activation = layer.down_proj.weight, layer.activation
         self.implementation = implementation
+        self.reads = [self.inputs.matrix]
+        self.ahead: list[Tensor] = []
 
     def __call__(self, projected: list[Tensor], rows: Rows, out: Tensor, add: bool) -> None:
         gate, up = projected
-        unit = gate, up, self.activation
-        products_into(out, self.down, None, add=add, unit=unit, implementation=self.implementation)
+        unit, ahead = (gate, up, self.activation), self.ahead
+        products_into(
+            out, self.down, None, add=add, unit=unit, ahead=ahead, implementation=self.implementation
+        )
 
 
 class Moe:
@@ -43,7 +52,10 @@ class Moe:
         self.inputs = Joined.of(*inputs, precise=layer.gate.weight)
         self.outputs = torch.cat(outputs, 1) if outputs else None
         self.norm = (layer.routed_expert_norm.weight, layer.routed_expert_norm.eps) if layer.normed else None
-        self.experts = layer.experts()
+        self.experts = w = layer.experts()
+        # The last ones: the first are asked for by the experts' own kernels before their rows are known.
+        self.reads = [self.inputs.matrix, *part(w.w1, w.w3, w.w2, last=True)]
+        self.ahead: list[Tensor] = []
 
     def __call__(self, projected: list[Tensor], rows: Rows, out: Tensor, add: bool) -> None:
         c, chosen = self.config, self.implementation
@@ -54,12 +66,19 @@ class Moe:
             logits, self.bias, c.experts_per_token,
             scaling_factor=c.routed_scaling, renormalize=c.renormalize, implementation=chosen,
         )  # fmt: skip
-        w = self.experts
-        u = expert_sums(z, ids, weights, w.w1, w.w3, w.w2, self.activation, implementation=chosen)
-        if not self.latent:
-            out.copy_(out + u if add else u)
-            add = True
-        if self.outputs is not None:
-            unit = (shared[0], shared[1], self.activation) if self.has_shared else None
-            x = u if self.latent else None
-            products_into(out, self.outputs, x, add=add, norm=self.norm, unit=unit, implementation=chosen)
+        w, act = self.experts, self.activation
+        pair = (shared[0], shared[1]) if self.has_shared else None
+        if self.latent:
+            assert self.outputs is not None
+            experts_into(
+                out, self.outputs, z, ids, weights, w.w1, w.w3, w.w2, act,
+                add=add, norm=self.norm, shared=pair, ahead=self.ahead, implementation=chosen,
+            )  # fmt: skip
+            return
+        u = expert_sums(z, ids, weights, w.w1, w.w3, w.w2, act, implementation=chosen)
+        out.copy_(out + u if add else u)
+        if pair is not None and self.outputs is not None:
+            unit = *pair, act
+            products_into(
+                out, self.outputs, None, add=True, unit=unit, ahead=self.ahead, implementation=chosen
+            )

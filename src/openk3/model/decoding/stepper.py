@@ -8,6 +8,7 @@ no gradients, no seams, no text and not when a sequence ends.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TypeGuard
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 from openk3.errors import InvalidInput
 from openk3.model.decoder import K3, DecoderLayer
+from openk3.model.decoding.ahead import part
 from openk3.model.decoding.attention import Kda, Mla
 from openk3.model.decoding.ffn import Dense, Moe
 from openk3.model.decoding.graph import Captured
@@ -68,6 +70,10 @@ class BatchStepper:
             self._embedding, self._head = model.embed_tokens.weight, model.head_weight
             mix = model.output_attn_res_proj, model.output_attn_res_norm
             self._read = _Reader(*mix, model.norm, implementation)
+        sublayers = [sublayer for layer in self._layers for _, _, sublayer in layer.sublayers]
+        for sublayer, following in pairwise(sublayers):
+            sublayer.ahead = following.reads
+        sublayers[-1].ahead = part(self._head)
         self._sources = 1 + sum(opens for layer in self._layers for _, opens, _ in layer.sublayers)
         self._implementation = implementation
         self._graphs: dict[int, Captured] | None = (

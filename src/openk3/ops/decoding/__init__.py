@@ -8,6 +8,7 @@ never look at a value from the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ import torch
 
 from openk3.errors import InvalidInput
 from openk3.ops.activation import Activation
-from openk3.ops.dispatch import Implementation, Kernel, choose
+from openk3.ops.decoding.tokens import MOST_LIKELY, most_likely
+from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
 from openk3.ops.precision import own_dtypes
 
@@ -25,7 +27,9 @@ __all__ = [
     "append_latents",
     "choose_experts",
     "expert_sums",
+    "experts_into",
     "mixed_products",
+    "most_likely",
     "products",
     "products_into",
     "start_step",
@@ -44,6 +48,8 @@ KERNELS = tuple(
     )
 )
 CHECKED = all(kernel.checked for kernel in KERNELS)
+TOGETHER = Kernel("experts_into", takes="as expert_sums and products_into", checked_on=NOWHERE)
+KERNELS += (TOGETHER, MOST_LIKELY)
 WIDEST = 8192
 BLOCK = 16  # outputs of a program at least: what a matrix unit takes
 
@@ -160,6 +166,7 @@ def products_into(
     norm: tuple[Tensor, float] | None = None,
     gate: Tensor | None = None,
     unit: tuple[Tensor, Tensor, Activation] | None = None,
+    ahead: Sequence[Tensor] = (),
     implementation: Implementation | None = None,
 ) -> None:
     """out (+)= weight [f(x); act(gate, up)], rounded once before the addition.
@@ -172,6 +179,8 @@ def products_into(
         norm: gain `[a]` and eps of an RMSNorm, if f is one.
         gate: `[n, a]` logits, if f is x * sigmoid(gate); not with a norm.
         unit: gate and up, each `[n, b]` contiguous, and the gated unit; None with b = 0.
+        ahead: up to 4 contiguous tensors that are read next, in this order: on the way the card may bring
+            them nearer. Changes no result.
         implementation: as in `mixed_products`.
 
     Raises:
@@ -179,31 +188,12 @@ def products_into(
         KernelUnavailable: the forced implementation cannot run here.
     """
     name = "products_into"
-    a, b = 0 if x is None else x.shape[-1], 0 if unit is None else unit[0].shape[-1]
-    given = [t for t in (out, x, gate, *(unit[:2] if unit else ())) if t is not None]
-    if any(t.dim() != 2 for t in (*given, weight)) or not a + b:
-        raise InvalidInput(f"{name}: want matrices, and x or a unit, got {[tuple(t.shape) for t in given]}")
-    check_floating(name, out=out, weight=weight, x=x, gate=gate, **_pair("unit", unit))
-    if any(t.dtype != out.dtype for t in (*given, weight)):
-        raise InvalidInput(f"{name}: all must be {out.dtype}, got {[t.dtype for t in (*given, weight)]}")
-    if (gate is not None and gate.shape[1] != a) or (unit is not None and unit[1].shape[1] != b):
-        raise InvalidInput(
-            f"{name}: gate must be as wide as x, up as gate of a unit, got {[tuple(t.shape) for t in given]}"
-        )
-    if norm is not None:
-        _check_vectors(name, a, norm[0])
-    if weight.shape != (out.shape[1], a + b) or any(len(t) != len(out) for t in given):
-        raise InvalidInput(
-            f"{name}: weight is {tuple(weight.shape)} for {[tuple(t.shape) for t in given]}; "
-            f"want [{out.shape[1]}, {a + b}] and equal rows"
-        )
-    if not all(t.is_contiguous() for t in (*given, weight)) or (norm is not None and gate is not None):
-        raise InvalidInput(f"{name}: tensors must be contiguous, and x has a norm or a gate, not both")
+    _check_into(name, out, weight, x, norm, gate, unit)
     if choose(name, out, implementation, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels.products import products_into as run
     else:
         from openk3.ops.decoding.eager import products_into as run
-    run(out, weight, x, add, norm, gate, unit)
+    run(out, weight, x, add, norm, gate, unit, list(ahead))
 
 
 @own_dtypes
@@ -263,25 +253,56 @@ def expert_sums(
         InvalidInput: shapes do not fit.
         KernelUnavailable: the forced implementation cannot run here.
     """
-    shapes = [tuple(t.shape) for t in (x, ids, weights, w1, w3, w2)]
-    (E, F, L), (n, k) = (tuple(t.shape) if t.dim() == d else (-1,) * d for t, d in ((w1, 3), (ids, 2)))
-    if shapes != [(n, L), (n, k), (n, k), (E, F, L), (E, F, L), (E, L, F)]:
-        raise InvalidInput(
-            f"expert_sums: got {shapes}; "
-            "want x [n, l], ids and weights [n, k], w1 and w3 [E, F, l], w2 [E, l, F]"
-        )
-    check_floating("expert_sums", x=x, weights=weights, w1=w1, w3=w3, w2=w2)
-    if not x.dtype == w1.dtype == w3.dtype == w2.dtype or ids.dtype != torch.int64 or ids.device != x.device:
-        raise InvalidInput(
-            f"expert_sums: x is {x.dtype}, experts are {w1.dtype}, {w3.dtype} and {w2.dtype}, ids are "
-            f"{ids.dtype} on {ids.device}; want one dtype, and int64 on {x.device}"
-        )
-    fits = max(F, L) <= 4096 and all(t.is_contiguous() for t in (x, ids, weights, w1, w3, w2))
+    fits = _check_experts("expert_sums", x, ids, weights, w1, w3, w2)
     if choose("expert_sums", x, implementation, kernels=fits, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels.experts import expert_sums as run
     else:
         from openk3.ops.decoding.eager import expert_sums as run
     return run(x, ids, weights, w1, w3, w2, activation)
+
+
+@own_dtypes
+def experts_into(
+    out: Tensor,
+    weight: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    activation: Activation,
+    *,
+    add: bool,
+    norm: tuple[Tensor, float] | None = None,
+    shared: tuple[Tensor, Tensor] | None = None,
+    ahead: Sequence[Tensor] = (),
+    implementation: Implementation | None = None,
+) -> None:
+    """`products_into` of `expert_sums`, in one operator: sums stay in fp32 up to their norm.
+
+    Args:
+        out, weight, add, norm, ahead: as in `products_into`, of which the sums are x.
+        x, ids, weights, w1, w3, w2, activation: as in `expert_sums`.
+        shared: gate and up of a unit beside the sums, of the same activation, each `[n, b]` contiguous.
+        implementation: as in `mixed_products`. Where no card has checked the operator, the two that it
+            consists of run.
+
+    Raises:
+        InvalidInput: shapes do not fit.
+        KernelUnavailable: the forced implementation cannot run here.
+    """
+    name = "experts_into"
+    fits = _check_experts(name, x, ids, weights, w1, w3, w2)
+    unit = None if shared is None else (*shared, activation)
+    _check_into(name, out, weight, x, norm, None, unit)
+    if choose(name, x, implementation, kernels=fits, by_default=TOGETHER.checked) == "triton":
+        from openk3.ops.decoding.kernels.many import experts_into as run
+
+        run(out, weight, x, ids, weights, w1, w3, w2, activation, add, norm, shared, list(ahead))
+        return
+    u = expert_sums(x, ids, weights, w1, w3, w2, activation, implementation=implementation)
+    products_into(out, weight, u, add=add, norm=norm, unit=unit, ahead=ahead, implementation=implementation)
 
 
 @own_dtypes
@@ -385,6 +406,56 @@ def start_step(
     from openk3.ops.decoding import eager
 
     return eager.start_step(tokens, slots, embedding, lengths, out)
+
+
+def _check_experts(
+    name: str, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor
+) -> bool:
+    """Whether kernels take such experts."""
+    shapes = [tuple(t.shape) for t in (x, ids, weights, w1, w3, w2)]
+    (E, F, L), (n, k) = (tuple(t.shape) if t.dim() == d else (-1,) * d for t, d in ((w1, 3), (ids, 2)))
+    if shapes != [(n, L), (n, k), (n, k), (E, F, L), (E, F, L), (E, L, F)]:
+        raise InvalidInput(
+            f"{name}: got {shapes}; want x [n, l], ids and weights [n, k], w1 and w3 [E, F, l], w2 [E, l, F]"
+        )
+    check_floating(name, x=x, weights=weights, w1=w1, w3=w3, w2=w2)
+    if not x.dtype == w1.dtype == w3.dtype == w2.dtype or ids.dtype != torch.int64 or ids.device != x.device:
+        raise InvalidInput(
+            f"{name}: x is {x.dtype}, experts are {w1.dtype}, {w3.dtype} and {w2.dtype}, ids are "
+            f"{ids.dtype} on {ids.device}; want one dtype, and int64 on {x.device}"
+        )
+    return max(F, L) <= 4096 and all(t.is_contiguous() for t in (x, ids, weights, w1, w3, w2))
+
+
+def _check_into(
+    name: str,
+    out: Tensor,
+    weight: Tensor,
+    x: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    gate: Tensor | None,
+    unit: tuple[Tensor, Tensor, Activation] | None,
+) -> None:
+    a, b = 0 if x is None else x.shape[-1], 0 if unit is None else unit[0].shape[-1]
+    given = [t for t in (out, x, gate, *(unit[:2] if unit else ())) if t is not None]
+    if any(t.dim() != 2 for t in (*given, weight)) or not a + b:
+        raise InvalidInput(f"{name}: want matrices, and x or a unit, got {[tuple(t.shape) for t in given]}")
+    check_floating(name, out=out, weight=weight, x=x, gate=gate, **_pair("unit", unit))
+    if any(t.dtype != out.dtype for t in (*given, weight)):
+        raise InvalidInput(f"{name}: all must be {out.dtype}, got {[t.dtype for t in (*given, weight)]}")
+    if (gate is not None and gate.shape[1] != a) or (unit is not None and unit[1].shape[1] != b):
+        raise InvalidInput(
+            f"{name}: gate must be as wide as x, up as gate of a unit, got {[tuple(t.shape) for t in given]}"
+        )
+    if norm is not None:
+        _check_vectors(name, a, norm[0])
+    if weight.shape != (out.shape[1], a + b) or any(len(t) != len(out) for t in given):
+        raise InvalidInput(
+            f"{name}: weight is {tuple(weight.shape)} for {[tuple(t.shape) for t in given]}; "
+            f"want [{out.shape[1]}, {a + b}] and equal rows"
+        )
+    if not all(t.is_contiguous() for t in (*given, weight)) or (norm is not None and gate is not None):
+        raise InvalidInput(f"{name}: tensors must be contiguous, and x has a norm or a gate, not both")
 
 
 def _pair(name: str, unit: tuple[Tensor, Tensor, Activation] | None) -> dict[str, Tensor]:

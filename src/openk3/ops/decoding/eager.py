@@ -47,6 +47,7 @@ def products_into(
     norm: tuple[Tensor, float] | None,
     gate: Tensor | None,
     unit: tuple[Tensor, Tensor, Activation] | None,
+    ahead: list[Tensor],
 ) -> None:
     """See `openk3.ops.decoding.products_into`."""
     parts = []

@@ -19,6 +19,7 @@ from openk3.ops.triton_math import PTX
 
 Tensor = torch.Tensor
 
+LISTED = 128  # assignments that a warp looks through
 LIST = {"ROWS": 16, "FEATURES": 64, "DEPTH": 64, "num_warps": 4}
 
 
@@ -37,19 +38,19 @@ def _choose_experts(
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     rising = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     rising = tl.where(value != value, 0x7FFFFFFF, rising)
-    lowest = tl.full([EXPERTS], -(2**63), tl.int64)
-    key = tl.where(e < E, rising.to(tl.int64) * 4294967296 + (EXPERTS - 1 - e), lowest)
+    lowest: tl.constexpr = -(2**31)
+    rising = tl.where(e < E, rising, lowest)
     slot = tl.arange(0, K)
-    chosen = tl.zeros([K], tl.int64)
-    weight = tl.zeros([K], tl.float32)
+    chosen = tl.zeros([K], tl.int32)
     for s in tl.static_range(k):
-        best = tl.max(key, 0)
-        chosen = tl.where(slot == s, EXPERTS - 1 - (best & 0xFFFFFFFF), chosen)
-        weight = tl.where(slot == s, tl.sum(tl.where(key == best, score, 0.0), 0), weight)
-        key = tl.where(key == best, lowest, key)
+        best = tl.min(tl.where(rising == tl.max(rising, 0), e, EXPERTS), 0)
+        chosen = tl.where(slot == s, best, chosen)
+        rising = tl.where(e == best, lowest, rising)
+    weight = tl.sigmoid(tl.load(logits + t * E + chosen))
+    weight = tl.where(slot < k, weight, 0.0)
     if RENORMALIZE:
         weight /= tl.sum(weight, 0) + 1e-20
-    tl.store(ids + t * k + slot, chosen, mask=slot < k)
+    tl.store(ids + t * k + slot, chosen.to(tl.int64), mask=slot < k)
     tl.store(weights + t * k + slot, weight * scaling_factor, mask=slot < k)
 
 
@@ -188,6 +189,20 @@ def _weighted_sums(rows, weights, out, L, k: tl.constexpr, WIDTH: tl.constexpr, 
     tl.store(out + t * L + col, total.to(out.dtype.element_ty), mask=col < L)
 
 
+def list_rows(ids: Tensor, E: int) -> tuple[Tensor, Tensor]:
+    """Lists int32 `[E * n]` of assignments to E experts, of which the first `counts` `[E]` of each n count.
+
+    An expert has no row twice, so no list is longer than n.
+    """
+    n, k = ids.shape
+    lists, counts = (torch.empty(size, dtype=torch.int32, device=ids.device) for size in (E * n, E))
+    BLOCK = min(4096, triton.next_power_of_2(n * k))
+    _lists[(E,)](
+        ids, lists, counts, n, k=k, BLOCK=BLOCK, num_warps=min(BLOCK // LISTED or 1, 16), **early(ids)
+    )
+    return lists, counts
+
+
 @kernel_operator("openk3::choose_experts")
 def choose_experts(
     logits: Tensor, bias: Tensor, k: int, scaling_factor: float, renormalize: bool
@@ -241,11 +256,8 @@ def _expert_sums_op(
             k=k, WIDTH=triton.next_power_of_2(F), COLUMNS=4, num_warps=4, **early(x),
         )  # fmt: skip
         return out
-    # An expert has no row twice, so no list is longer than n.
-    lists, counts = (torch.empty(size, dtype=torch.int32, device=x.device) for size in (E * n, E))
+    lists, counts = list_rows(ids, E)
     rows = x.new_empty(n * k, L)
-    BLOCK = min(1024, triton.next_power_of_2(n * k))
-    _lists[(E,)](ids, lists, counts, n, k=k, BLOCK=BLOCK, num_warps=4, **early(x))
     _list_units[(E, triton.cdiv(F, LIST["FEATURES"]))](
         x, lists, counts, w1, w3, hidden, n, F, L, gate_cap, up_cap, k=k, UNIT=kind, COARSE=coarse,
         **LIST, num_stages=stages(x), **early(x),

@@ -9,13 +9,25 @@ equal calls give equal bits.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import, assignment, misc"
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from openk3.ops.activation import Activation
 from openk3.ops.decoding import BLOCK, Joined, StreamMix
-from openk3.ops.decoding.kernels.early import FEW, early, let_next, stages, wait, warps
+from openk3.ops.decoding.kernels.early import (
+    FEW,
+    ask_for,
+    asking,
+    early,
+    let_next,
+    narrow,
+    stages,
+    wait,
+    warps,
+)
 from openk3.ops.kernel_operator import kernel_operator
 from openk3.ops.moe.kernels.units import unit as gated_unit
 from openk3.ops.precision import wide
@@ -25,6 +37,25 @@ Tensor = torch.Tensor
 
 WIDEST_PIECE = 2048  # of what a program multiplies with in one piece
 DEPTH = 128  # of a step of a product
+WIDEST_MIX = 1024  # of a row of which a program holds all sources
+MIXED = 512  # rows up to which each is mixed by a program of its own; more have work for programs that go on
+
+
+class Tile(NamedTuple):
+    """Of a product of more rows than FEW. WHOLE: a program asks for all of its depth at once, its weights
+    before the rows are there, and each warp multiplies a part of the depth; otherwise it goes in steps."""
+
+    ROWS: int
+    COLUMNS: int
+    WHOLE: bool
+
+
+# By the number of rows: the first that has as many. Small tiles start and end sooner, large ones read less.
+TILES = ((16, Tile(16, 16, True)), (64, Tile(32, 32, True)), (2**31, Tile(64, 64, False)))
+INTO = ((64, Tile(16, 16, True)), (512, Tile(32, 32, True)))  # of more rows, or wider: in steps
+WIDE_TILES = ((16, Tile(16, 16, False)), (2**31, Tile(64, 16, False)))  # of fp32
+WIDEST_WHOLE = 1152  # deeper ones do not fit into registers
+SHARE = 128  # of the depth for a warp, or more
 
 
 @triton.jit
@@ -39,6 +70,134 @@ def _store_block(out, precise, blocks, block, rows, N, y, ROWS: tl.constexpr, CO
         tl.store(precise + place, y.to(precise.dtype.element_ty), mask=inside)
     else:
         tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_columns(out, precise, blocks, total, column, rows, N, y):
+    """y `[ROWS, COLUMNS]` of columns `[1, COLUMNS]` of joined outputs, `total` in all, to their places."""
+    joined = column < total
+    entry = blocks + column // 16 * 4
+    before = tl.load(entry, mask=joined, other=0).to(tl.int64)
+    width = tl.load(entry + 1, mask=joined, other=0)
+    own = tl.load(entry + 2, mask=joined, other=0) + column % 16
+    exact = tl.load(entry + 3, mask=joined, other=0) == 1
+    place = before * N + rows.to(tl.int64) * width + own
+    inside = (rows < N) & joined & (own < width)
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=inside & (exact == 0))
+    tl.store(precise + place, y.to(precise.dtype.element_ty), mask=inside & exact)
+
+
+@triton.jit
+def _both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit(do_not_specialize=["N", "S"])
+def _mixed_rows(
+    bank, query, key_gain, gain, out, N, S, d, mix_eps, eps,
+    SOURCES: tl.constexpr, D: tl.constexpr, MIX: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A row of the stream's mix, normed; all its sources are asked for at once."""
+    let_next(EARLY)
+    n = tl.program_id(0).to(tl.int64)
+    source = tl.arange(0, SOURCES)[:, None]
+    col = tl.arange(0, D)[None, :]
+    g = tl.load(gain + col, mask=col < d, other=0.0).to(tl.float32)
+    if MIX:
+        m = tl.load(query + col, mask=col < d, other=0.0).to(tl.float32)
+        m *= tl.load(key_gain + col, mask=col < d, other=0.0).to(tl.float32)
+    wait(EARLY)
+    place = (source.to(tl.int64) * N + n) * d + col
+    v = tl.load(bank + place, mask=(source < S) & (col < d), other=0.0).to(tl.float32)
+    if MIX:
+        score, square = tl.reduce((v * m, v * v), 1, _both, keep_dims=True)
+        score = tl.where(source < S, score * tl.rsqrt(square / d + mix_eps), float("-inf"))
+        share = tl.exp(score - tl.max(score, 0, keep_dims=True))
+        v *= share / tl.sum(share, 0, keep_dims=True)
+    x = tl.sum(v, 0, keep_dims=True)
+    x *= tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / d + eps) * g
+    tl.store(out + n * d + col, x.to(out.dtype.element_ty), mask=col < d)
+
+
+@triton.jit
+def _part(x, row, width, start: tl.constexpr, inside, SPLIT: tl.constexpr, DEPTH: tl.constexpr):
+    """`[SPLIT, rows, DEPTH]` of rows `[1, rows, 1]`, from column `start` on: each warp its share of them."""
+    column = start + tl.arange(0, SPLIT)[:, None, None] * DEPTH + tl.arange(0, DEPTH)[None, None, :]
+    return tl.load(x + row.to(tl.int64) * width + column, mask=inside & (column < width), other=0.0)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _whole_products(
+    x, matrix, blocks, out, precise, N, total, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLIT: tl.constexpr, DEPTH: tl.constexpr, REST: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    let_next(EARLY)
+    first, start = tl.program_id(1) * ROWS, tl.program_id(0) * COLUMNS
+    row = first + tl.arange(0, ROWS)[None, :, None]
+    column = start + tl.arange(0, COLUMNS)[None, :, None]
+    w = _part(matrix, column, d, 0, column < total, SPLIT, DEPTH)
+    if REST:
+        w_rest = _part(matrix, column, d, SPLIT * DEPTH, column < total, SPLIT, REST)
+    wait(EARLY)
+    v = _part(x, row, d, 0, row < N, SPLIT, DEPTH)
+    if REST:
+        v_rest = _part(x, row, d, SPLIT * DEPTH, row < N, SPLIT, REST)
+    sums = tl.dot(v, tl.permute(w, 0, 2, 1), input_precision="ieee")
+    if REST:
+        sums = tl.dot(v_rest, tl.permute(w_rest, 0, 2, 1), sums, input_precision="ieee")
+    rows, columns = first + tl.arange(0, ROWS)[:, None], start + tl.arange(0, COLUMNS)[None, :]
+    _store_columns(out, precise, blocks, total, columns, rows, N, tl.sum(sums, 0))
+
+
+@triton.jit
+def _gated(x, logits):
+    return (x.to(tl.float32) * short_sigmoid(logits.to(tl.float32))).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _whole_into(
+    out, weight, x, gate, N, d, a, ask0, ask0_size, ask0_chunk, ask1, ask1_size, ask1_chunk,
+    ask2, ask2_size, ask2_chunk, ask3, ask3_size, ask3_chunk, ADD: tl.constexpr, GATE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, DEPTH: tl.constexpr, REST: tl.constexpr,
+    ASK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    let_next(EARLY)
+    first, start = tl.program_id(1) * ROWS, tl.program_id(0) * COLUMNS
+    row = first + tl.arange(0, ROWS)[None, :, None]
+    column = start + tl.arange(0, COLUMNS)[None, :, None]
+    w = _part(weight, column, a, 0, column < d, SPLIT, DEPTH)
+    if REST:
+        w_rest = _part(weight, column, a, SPLIT * DEPTH, column < d, SPLIT, REST)
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    if ASK > 0:  # after its own weights, of which it cannot wait long
+        ask_for(ask0, ask0_size, ask0_chunk, program, 0 % (32 * SPLIT))
+    if ASK > 1:
+        ask_for(ask1, ask1_size, ask1_chunk, program, 32 % (32 * SPLIT))
+    if ASK > 2:
+        ask_for(ask2, ask2_size, ask2_chunk, program, 64 % (32 * SPLIT))
+    if ASK > 3:
+        ask_for(ask3, ask3_size, ask3_chunk, program, 96 % (32 * SPLIT))
+    wait(EARLY)
+    v = _part(x, row, a, 0, row < N, SPLIT, DEPTH)
+    if GATE:
+        logits = _part(gate, row, a, 0, row < N, SPLIT, DEPTH)
+    if REST:
+        v_rest = _part(x, row, a, SPLIT * DEPTH, row < N, SPLIT, REST)
+        if GATE:
+            v_rest = _gated(v_rest, _part(gate, row, a, SPLIT * DEPTH, row < N, SPLIT, REST))
+    rows, columns = first + tl.arange(0, ROWS)[:, None], start + tl.arange(0, COLUMNS)[None, :]
+    target, inside = out + rows.to(tl.int64) * d + columns, (rows < N) & (columns < d)
+    if ADD:
+        before = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    if GATE:
+        v = _gated(v, logits)
+    sums = tl.dot(v, tl.permute(w, 0, 2, 1), input_precision="ieee")
+    if REST:
+        sums = tl.dot(v_rest, tl.permute(w_rest, 0, 2, 1), sums, input_precision="ieee")
+    y = tl.sum(sums, 0).to(out.dtype.element_ty)
+    if ADD:
+        y = (y.to(tl.float32) + before).to(out.dtype.element_ty)
+    tl.store(target, y, mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "S"])
@@ -76,22 +235,21 @@ def _mixed_products(
 
 @triton.jit(do_not_specialize=["N"])
 def _products(
-    x, matrix, blocks, out, precise, N, d,
+    x, matrix, blocks, out, precise, N, total, d,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next(EARLY)
     wait(EARLY)
-    block = tl.program_id(0)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = block.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    y = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, d, DEPTH):
         across = start + tl.arange(0, DEPTH)[None, :]
         down = start + tl.arange(0, DEPTH)[:, None]
         a = tl.load(x + rows.to(tl.int64) * d + across, mask=(rows < N) & (across < d), other=0.0)
-        w = tl.load(matrix + column * d + down, mask=down < d, other=0.0)
-        total = tl.dot(a, w, total, input_precision="ieee")
-    _store_block(out, precise, blocks, block, rows, N, total, ROWS, COLUMNS)
+        w = tl.load(matrix + column.to(tl.int64) * d + down, mask=(column < total) & (down < d), other=0.0)
+        y = tl.dot(a, w, y, input_precision="ieee")
+    _store_columns(out, precise, blocks, total, column, rows, N, y)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -238,7 +396,14 @@ def _mixed_products_op(
             **early(bank),
         )  # fmt: skip
         return out, exact
-    if mixes:
+    if n <= MIXED and d <= WIDEST_MIX:
+        D, SOURCES = triton.next_power_of_2(d), max(2, triton.next_power_of_2(S))
+        x = bank.new_empty(n, d)
+        _mixed_rows[(n,)](
+            bank, query, key_gain, gain, x, n, S, d, mix_eps, eps,
+            SOURCES=SOURCES, D=D, MIX=mixes, num_warps=max(1, SOURCES * D // 4096), **early(bank),
+        )  # fmt: skip
+    elif mixes:
         from openk3.ops.attnres.kernels.operator import attnres
 
         *rows, last = bank.unbind(0)
@@ -253,11 +418,24 @@ def _mixed_products_op(
 
 def _launch_products(x: Tensor, matrix: Tensor, blocks: Tensor, out: Tensor, exact: Tensor) -> None:
     n, d = x.shape
-    ROWS = 16 if n <= 16 else 64
-    _products[(len(blocks), triton.cdiv(n, ROWS))](
-        x, matrix, blocks, out, exact, n, d,
-        ROWS=ROWS, COLUMNS=BLOCK, DEPTH=DEPTH, num_warps=4, num_stages=stages(x), **early(x),
-    )  # fmt: skip
+    tile = next(tile for most, tile in (TILES if narrow(x) else WIDE_TILES) if n <= most)
+    sizes = {"ROWS": tile.ROWS, "COLUMNS": tile.COLUMNS, **early(x)}
+    grid = triton.cdiv(len(matrix), tile.COLUMNS), triton.cdiv(n, tile.ROWS)
+    given = x, matrix, blocks, out, exact, n, len(matrix), d
+    if tile.WHOLE and d <= WIDEST_WHOLE:
+        _whole_products[grid](*given, **_shares(d), **sizes)
+    else:
+        count = stages(x) if tile.COLUMNS == BLOCK else min(3, stages(x))  # two programs on a processor
+        _products[grid](*given, DEPTH=DEPTH, num_warps=4, num_stages=count, **sizes)
+
+
+def _shares(depth: int) -> dict[str, int]:
+    """Warps, how much of the largest power of two of the depth each multiplies, and how much of the rest."""
+    most = max(16, 1 << depth.bit_length() - 1)
+    count = max(1, min(most // SHARE, 8))
+    rest = max(0, depth - most)
+    share = max(16, triton.next_power_of_2(triton.cdiv(rest, count))) if rest else 0
+    return {"SPLIT": count, "DEPTH": most // count, "REST": share, "num_warps": count}
 
 
 @_mixed_products_op.register_fake
@@ -291,13 +469,14 @@ def products_into(
     norm: tuple[Tensor, float] | None,
     gate: Tensor | None,
     unit: tuple[Tensor, Tensor, Activation] | None,
+    ahead: list[Tensor],
 ) -> None:
     """See `openk3.ops.decoding.products_into`."""
     gain, eps = norm or (None, 0.0)
     unit_gate, unit_up, activation = unit or (None, None, Activation())
     torch.ops.openk3.products_into(
         out, weight, x, add, gain, eps, gate, unit_gate, unit_up,
-        activation.kind, activation.gate_cap, activation.up_cap,
+        activation.kind, activation.gate_cap, activation.up_cap, ahead,
     )  # fmt: skip
 
 
@@ -305,12 +484,15 @@ def products_into(
 def _products_into_op(
     out: Tensor, weight: Tensor, x: Tensor | None, add: bool, gain: Tensor | None, eps: float,
     gate: Tensor | None, unit_gate: Tensor | None, unit_up: Tensor | None,
-    kind: str, gate_cap: float, up_cap: float,
+    kind: str, gate_cap: float, up_cap: float, ahead: list[Tensor],
 ) -> None:  # fmt: skip
     n, d = out.shape
     if not n:
         return
     a, b = 0 if x is None else x.shape[1], 0 if unit_gate is None else unit_gate.shape[1]
+    if n > FEW and x is not None and gain is None and unit_gate is None:
+        launch_into(out, weight, x, gate, add, ahead)
+        return
     unit_of = "none" if unit_gate is None else kind
     coarse = bool(PTX) and out.dtype == torch.bfloat16
     if n <= FEW and max(a, b) <= WIDEST_PIECE:
@@ -321,6 +503,34 @@ def _products_into_op(
             COARSE=coarse, COLUMNS=4, A=A, B=B, num_warps=4, **early(out),
         )  # fmt: skip
         return
+    _products_into_in_steps(
+        out, weight, x, add, gain, eps, gate, unit_gate, unit_up, unit_of, gate_cap, up_cap
+    )
+
+
+def launch_into(
+    out: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, add: bool, ahead: list[Tensor]
+) -> None:
+    """out (+)= x weight^T, of x * sigmoid(gate) where there is a gate; asks for `ahead` on the way."""
+    (n, d), a = out.shape, x.shape[1]
+    tile = next((tile for most, tile in INTO if n <= most), None)
+    if tile is None or not narrow(x) or not tile.WHOLE or a > WIDEST_WHOLE:
+        _products_into_in_steps(out, weight, x, add, None, 0.0, gate, None, None, "none", 0.0, 0.0)
+        return
+    grid, options = (triton.cdiv(d, tile.COLUMNS), triton.cdiv(n, tile.ROWS)), early(out)
+    _whole_into[grid](
+        out, weight, x, gate, n, d, a, **asking(ahead, out, grid[0] * grid[1], options["EARLY"]),
+        ADD=add, GATE=gate is not None, ROWS=tile.ROWS, COLUMNS=tile.COLUMNS, **_shares(a), **options,
+    )  # fmt: skip
+
+
+def _products_into_in_steps(
+    out: Tensor, weight: Tensor, x: Tensor | None, add: bool, gain: Tensor | None, eps: float,
+    gate: Tensor | None, unit_gate: Tensor | None, unit_up: Tensor | None,
+    unit_of: str, gate_cap: float, up_cap: float,
+) -> None:  # fmt: skip
+    (n, d), coarse = out.shape, bool(PTX) and out.dtype == torch.bfloat16
+    a, b = 0 if x is None else x.shape[1], 0 if unit_gate is None else unit_gate.shape[1]
     tiles = triton.cdiv(n, 16)
     COLUMNS = 16 if tiles <= 4 else 64  # each column block makes what it multiplies again
     _products_into[(triton.cdiv(d, COLUMNS), tiles)](
@@ -332,5 +542,5 @@ def _products_into_op(
 
 
 @_products_into_op.register_fake
-def _(out, weight, x, add, gain, eps, gate, unit_gate, unit_up, kind, gate_cap, up_cap):
+def _(out, weight, x, add, gain, eps, gate, unit_gate, unit_up, kind, gate_cap, up_cap, ahead):
     return None
