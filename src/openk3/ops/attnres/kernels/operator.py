@@ -19,7 +19,10 @@ COLUMNS_PER_WARP = 1024  # 32 a thread
 # Forward, rows are copied ahead to shared memory (STAGES - 1 of them), and two programs of 8 warps share a
 # processor. Backward, they are loaded ahead to registers, of which such a row takes 16, and one has them all.
 FORWARD = {"STAGES": 6, "warps": 16, "maxnreg": 128}
-BACKWARD = {"AHEAD": 4, "warps": 8}
+BACKWARD = {"AHEAD": 3, "warps": 8}
+# The backward with rows in shared memory: 16 values of a row a thread, and warps that fill a processor.
+RING = False  # no card has run it yet; bench/attnres.py --variants does
+RING_COLUMNS_PER_WARP, RING_WARPS = 512, 16
 WEIGH = {"TOKENS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
 MIX = {"COLUMNS": 1024, "num_warps": 4}
 
@@ -63,6 +66,23 @@ def shared_memory(device: torch.device) -> int:
 def processors(device: torch.device) -> int:
     """Of the card; a few under Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def ring_takes(sources: Sequence[Tensor], merge: bool) -> bool:
+    """Whether the backward with rows in shared memory takes these: copies are of 16 bytes."""
+    x = sources[0]
+    D = triton.next_power_of_2(x.shape[1])
+    fits = len(sources) * D * x.element_size() <= ring_memory(x.device)
+    widths = RING_COLUMNS_PER_WARP <= D <= RING_COLUMNS_PER_WARP * RING_WARPS and x.shape[1] % 8 == 0
+    aligned = all(source.data_ptr() % 16 == 0 for source in sources)
+    return fits and widths and aligned and not merge and x.element_size() == 2 and x.is_cuda
+
+
+def ring_memory(device: torch.device) -> int:
+    """Bytes of shared memory for rows of a token; some are left for sums."""
+    card = torch.cuda.get_device_properties(device)
+    most = int(getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block))
+    return most - (8 << 10)
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -158,20 +178,46 @@ def _attnres_backward(
     direction = query.to(torch.float32) * key_gain.to(torch.float32)
     d_sources = [torch.empty(T, d, dtype=x.dtype, device=x.device) for x in sources]
     d_lse = scalars.new_empty(T if merge else 0)
-    programs, sizes = launch(d, T, sources[0].device, BACKWARD["warps"])
+    ring = RING and ring_takes(sources, merge)
+    if ring:
+        D = triton.next_power_of_2(d)
+        warps = D // RING_COLUMNS_PER_WARP
+        programs = min(T, processors(sources[0].device) * (RING_WARPS // warps))
+        sizes = {"D": D, "num_warps": warps, "maxnreg": 128}
+    else:
+        programs, sizes = launch(d, T, sources[0].device, BACKWARD["warps"])
     d_direction = scalars.new_empty(programs, d)
     d_norm_gain = scalars.new_empty(programs if norm else 0, d)
     if programs:
         dtype = sources[0].dtype
         given = [None if g is None else as_rows(g.to(dtype)) for g in (d_mixed, d_normed)]
         later = [None if g is None else as_rows(g.to(dtype)) for g in (*d_bank, d_last)]
-        one_query.backward[(programs,)](
-            tuple(as_rows(x) for x in sources), tuple(d_sources), direction,
-            None if norm_gain is None else norm_gain.contiguous(), scalars, *given,
-            tuple(later[:-1]) or None, later[-1], d_lse, d_direction, d_norm_gain, T, d, norm_eps, S=S,
-            AHEAD=min(BACKWARD["AHEAD"], 2 * S), MERGE=merge, MIX=d_mixed is not None, NORM=norm,
-            BANK=bool(d_bank), LAST=d_last is not None, **sizes,
-        )  # fmt: skip
+        rows = tuple(as_rows(x) for x in sources), tuple(d_sources), direction
+        gain = None if norm_gain is None else norm_gain.contiguous()
+        reached = *given, tuple(later[:-1]) or None, later[-1]
+        flags = {"MIX": d_mixed is not None, "NORM": norm, "BANK": bool(d_bank), "LAST": d_last is not None}
+        if ring:
+            from openk3.ops.attnres.kernels.one_query_ring import backward_ring
+
+            backward_ring[(programs,)](
+                *rows,
+                gain,
+                scalars,
+                *reached,
+                d_direction,
+                d_norm_gain,
+                T,
+                d,
+                norm_eps,
+                S=S,
+                **flags,
+                **sizes,
+            )
+        else:
+            one_query.backward[(programs,)](
+                *rows, gain, scalars, *reached, d_lse, d_direction, d_norm_gain, T, d, norm_eps, S=S,
+                AHEAD=min(BACKWARD["AHEAD"], 2 * S), MERGE=merge, **flags, **sizes,
+            )  # fmt: skip
     d_m = d_direction.sum(0)
     d_gain = d_norm_gain.sum(0).to(norm_gain.dtype) if norm_gain is not None else scalars.new_empty(0)
     return d_sources, (d_m * key_gain).to(query.dtype), (d_m * query).to(key_gain.dtype), d_gain, d_lse
