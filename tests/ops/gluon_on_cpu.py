@@ -49,6 +49,9 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> View:
         return View(self, order)
 
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: object) -> Shared:
+        return Shared(self.machine, self.data.view(shape))
+
     def store(self, value: Tensor) -> None:
         self.data.copy_(value)
         self.unpublished = True
@@ -92,8 +95,8 @@ class Machine:
 
     BYTES = 2  # of an element as the kernel counts them
 
-    def __init__(self, program: int, programs: int) -> None:
-        self.program, self.programs, self.barriers_passed = program, programs, 0
+    def __init__(self, program: int, programs: int, warps: int) -> None:
+        self.program, self.programs, self.warps, self.barriers_passed = program, programs, warps, 0
         self.under_way: list[Product] = []
         self.stored: list[Shared] = []
         self.fenced = False
@@ -236,10 +239,10 @@ def names(machine: Machine) -> dict[str, Any]:
     gl.load, gl.store, gl.thread_barrier = machine.load, machine.store, machine.thread_barrier
     gl.allocate_shared_memory = machine.allocate_shared_memory
     gl.program_id = lambda axis: torch.tensor(machine.program)
-    gl.num_warps = lambda: 8
+    gl.num_warps = lambda: machine.warps
     gl.num_programs = lambda axis: torch.tensor(machine.programs)
     gl.exp, gl.rsqrt, gl.minimum, gl.maximum = torch.exp, torch.rsqrt, at_most, torch.maximum
-    gl.reduce = lambda values, axis, combine: tuple(value.sum(axis) for value in values)
+    gl.where, gl.max, gl.zeros_like = torch.where, torch.amax, torch.zeros_like
     gl.static_range = range
     gl.arange = lambda low, high, layout: torch.arange(low, high)
     gl.zeros = lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype)
@@ -297,11 +300,12 @@ def run(
     programs: int,
     arguments: list[Any],
     instead: Callable[[Machine], dict[str, Any]],
+    warps: int = 8,
     **more: Any,
 ):
     """Runs every program. Tensors become pointers, in tuples too; `(matrix, block)` is a descriptor."""
     arguments = [pointed(x) for x in arguments]
     for program in range(programs):
-        machine = Machine(program, programs)
+        machine = Machine(program, programs, warps)
         as_python(kernel, names(machine), instead(machine))(*arguments, **more)
         assert not machine.under_way

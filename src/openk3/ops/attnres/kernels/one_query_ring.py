@@ -1,13 +1,19 @@
-"""The backward of `one_query` with a token's rows in shared memory (Gluon): each is read from memory once.
+"""The kernels of `one_query` with a token's rows in shared memory (Gluon): each is read from memory once.
 
-Its twin there reads rows twice, the second time from the caches, and while it does and writes gradients, few
-of the next token's rows are on their way. Here a row stays where it was copied to until its gradient is made,
-and then the same place is given to that row of the program's next token. So copies never stop, and with rows
-out of the registers there are twice as many warps to hide the sums of a token.
+There, rows go by one after the other, and warps wait for each other at the sums of each row. Here the rows of
+a token lie side by side, so all its sums cross the program in one exchange: each warp leaves its share, a lane
+a source takes them up, and what is made of scores is made for all sources at once. That is a few barriers a
+token, for any number of sources.
 
-Sources are taken from the last to the first, in every pass: the copy that is asked for first is needed first.
-All products of a gradient with the rows are summed over the program four at a time; without a norm behind the
-mix they are all that is asked of the rows before gradients, since g . h is their weighted sum.
+A row's place is given to the program's next token as soon as nothing reads it any more. The first DOUBLE rows
+have two places each, so that copies are under way while a token's sums are made.
+
+The gradient through a norm needs no sums of its own. With s = d_normed * norm_gain and h the mix,
+
+    g = scale (s - c h)      g . V_i = scale (s . V_i - c h . V_i)
+    s . h = sum w_i s . V_i      h . h = sum w_i h . V_i
+
+so products of s and of h with the sources are all that is summed.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, var-annotated, misc"
@@ -19,66 +25,206 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy  # type:
 
 
 @gluon.jit
-def add_two(a, b, c, d):
-    return a + c, b + d
-
-
-@gluon.jit
-def add_four(a, b, c, d, e, f, g, h):
-    return a + e, b + f, c + g, d + h
-
-
-@gluon.jit
 def _at(x, row, d, col):
     return x + row.to(gl.int64) * d + col
 
 
 @gluon.jit
-def _fetch(source, token, d, place, col):
-    """Starts the copy of a row; its end is waited for by how many were started later."""
-    async_copy.async_copy_global_to_shared(place, _at(source, token, d, col), mask=col < d)
+def _places(dtype: gl.constexpr, R: gl.constexpr, D: gl.constexpr, DOUBLE: gl.constexpr):
+    """A place for each row, two for the first DOUBLE. Apart, so that the compiler knows that they are."""
+    PLACE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [0])
+    places = ()
+    for i in gl.static_range(R):
+        places = places + (gl.allocate_shared_memory(dtype, [2 if i < DOUBLE else 1, D], PLACE),)  # noqa: RUF005
+    return places
+
+
+@gluon.jit
+def _fetch(rows, places, token, turn, d, col, FIRST: gl.constexpr, END: gl.constexpr, DOUBLE: gl.constexpr):
+    """Starts the copies of rows FIRST to END - 1."""
+    for i in gl.static_range(FIRST, END):
+        place = places[i].index(turn if i < DOUBLE else 0)
+        async_copy.async_copy_global_to_shared(place, _at(rows[i], token, d, col), mask=col < d)
+
+
+@gluon.jit
+def _row(places, turn, i: gl.constexpr, DOUBLE: gl.constexpr, ROW: gl.constexpr):
+    return places[i].index(turn if i < DOUBLE else 0).load(ROW)
+
+
+@gluon.jit
+def _group(
+    places,
+    turn,
+    R: gl.constexpr,
+    group: gl.constexpr,
+    GROUP: gl.constexpr,
+    DOUBLE: gl.constexpr,
+    ROW: gl.constexpr,
+):
+    """Rows of a group, which are counted from the last to the first, as they lie."""
+    taken = ()
+    for n in gl.static_range(group * GROUP, group * GROUP + GROUP if group * GROUP + GROUP < R else R):
+        taken = taken + (_row(places, turn, R - 1 - n, DOUBLE, ROW),)  # noqa: RUF005
+    return taken
+
+
+@gluon.jit
+def _fetch_group(
+    rows,
+    places,
+    token,
+    d,
+    col,
+    R: gl.constexpr,
+    group: gl.constexpr,
+    GROUP: gl.constexpr,
+    DOUBLE: gl.constexpr,
+):
+    """Those of the group that have one place."""
+    for n in gl.static_range(group * GROUP, group * GROUP + GROUP if group * GROUP + GROUP < R else R):
+        if R - 1 - n >= DOUBLE:
+            _fetch(rows, places, token, 0, d, col, R - 1 - n, R - n, DOUBLE)
+
+
+@gluon.jit
+def _by_warp(x, WARPS: gl.constexpr):
+    """`[D]` summed to `[WARPS]`."""
+    lines = gl.reshape(x, [x.shape[0] // (256 * WARPS), WARPS, 256])
+    return gl.sum(gl.sum(lines, 0), 1)
+
+
+@gluon.jit
+def _side_by_side(shares, SOURCES: gl.constexpr):
+    """Tensors `[WARPS]` as one `[WARPS, SOURCES]`, with zeros for those that are not there."""
+    WARPS: gl.constexpr = shares[0].shape[0]
+    for _ in gl.static_range(len(shares), SOURCES):
+        shares = shares + (gl.zeros_like(shares[0]),)  # noqa: RUF005
+    for level in gl.static_range(5 if SOURCES == 32 else 4):
+        joined = ()
+        for k in gl.static_range(SOURCES >> (level + 1)):
+            joined = joined + (gl.join(shares[k], shares[k + (SOURCES >> (level + 1))]),)  # noqa: RUF005
+        shares = joined
+    return gl.reshape(shares[0], [WARPS, SOURCES])
+
+
+@gluon.jit
+def _sums_place(SOURCES: gl.constexpr):
+    PLACE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return gl.allocate_shared_memory(gl.float32, [gl.num_warps(), SOURCES], PLACE)
+
+
+@gluon.jit
+def _softmax(scores, has):
+    scores = gl.where(has, scores, float("-inf"))
+    weights = gl.exp(scores - gl.max(scores, 0))
+    return weights * (1.0 / gl.sum(weights, 0))
+
+
+@gluon.jit
+def _numbers(SOURCES: gl.constexpr):
+    """A place for a number of each source; all threads read them one by one."""
+    return gl.allocate_shared_memory(gl.float32, [SOURCES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _keep(place, x, SOURCES: gl.constexpr):
+    PLACE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    place._reinterpret(gl.float32, [SOURCES], PLACE).store(x)
+
+
+@gluon.jit(do_not_specialize=["T"])
+def forward_ring(
+    rows,  # S sources; with ADD what is added to the last comes before it
+    query,
+    key_gain,
+    norm_gain,
+    lse,  # [T], with MERGE: the score of source 0, itself a mix
+    total,  # [T, d], with ADD: the last source after the addition
+    mixed,
+    normed,
+    scalars,  # [T, S, 2] fp32: score and 1 / rms of each source
+    T,
+    d,
+    eps,
+    norm_eps,
+    S: gl.constexpr,
+    D: gl.constexpr,
+    DOUBLE: gl.constexpr,
+    GROUP: gl.constexpr,
+    ADD: gl.constexpr,
+    MERGE: gl.constexpr,
+    MIX: gl.constexpr,
+    NORM: gl.constexpr,
+):
+    R: gl.constexpr = len(rows)
+    WARPS: gl.constexpr = gl.num_warps()
+    SOURCES: gl.constexpr = 16 if S <= 16 else 32
+    ROW: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    LANES: gl.constexpr = gl.BlockedLayout([WARPS, 1], [1, 32], [1, WARPS], [0, 1])
+    dtype: gl.constexpr = rows[0].dtype.element_ty
+    step = gl.num_programs(0)
+    first = gl.program_id(0)
+    col = gl.arange(0, D, layout=ROW)
+    inside = col < d
+    lane = gl.arange(0, SOURCES, layout=gl.SliceLayout(0, LANES))
+    has = lane < S
+    places = _places(dtype, R, D, DOUBLE)
+    alongs = _sums_place(SOURCES)
+    squares = _sums_place(SOURCES)
+    weights = _numbers(SOURCES)
+    _fetch(rows, places, first, 0, d, col, 0, R, DOUBLE)
     async_copy.commit_group()
-
-
-@gluon.jit
-def _taken(ring, j: gl.constexpr, S: gl.constexpr, ROW: gl.constexpr, WAIT: gl.constexpr):
-    """The j-th row from the last, in fp32."""
-    if WAIT:
-        async_copy.wait_group(S - 1 - j)
-    return ring.index(S - 1 - j).load(ROW).to(gl.float32)
-
-
-@gluon.jit
-def _products(g, ring, S: gl.constexpr, ROW: gl.constexpr, WAIT: gl.constexpr):
-    """g times each row, from the last to the first."""
-    found = ()
-    for i in gl.static_range(S // 4):
-        a = g * _taken(ring, 4 * i, S, ROW, WAIT)
-        b = g * _taken(ring, 4 * i + 1, S, ROW, WAIT)
-        c = g * _taken(ring, 4 * i + 2, S, ROW, WAIT)
-        e = g * _taken(ring, 4 * i + 3, S, ROW, WAIT)
-        a, b, c, e = gl.reduce((a, b, c, e), 0, add_four)
-        found = found + (a, b, c, e)  # noqa: RUF005
-    if S % 4 >= 2:
-        a = g * _taken(ring, S // 4 * 4, S, ROW, WAIT)
-        b = g * _taken(ring, S // 4 * 4 + 1, S, ROW, WAIT)
-        a, b = gl.reduce((a, b), 0, add_two)
-        found = found + (a, b)  # noqa: RUF005
-    if S % 2 == 1:
-        found = found + (gl.sum(g * _taken(ring, S - 1, S, ROW, WAIT), 0),)  # noqa: RUF005
-    return found
-
-
-@gluon.jit
-def _scalars(scalars, token, S: gl.constexpr):
-    """Scores and 1 / rms of a token."""
-    scores = ()
-    inverses = ()
-    for i in gl.static_range(S):
-        at = scalars + 2 * (token.to(gl.int64) * S + i)
-        scores = scores + (gl.load(at),)  # noqa: RUF005
-        inverses = inverses + (gl.load(at + 1),)  # noqa: RUF005
-    return scores, inverses
+    m = gl.load(query + col, mask=inside, other=0.0).to(gl.float32)
+    m = m * gl.load(key_gain + col, mask=inside, other=0.0).to(gl.float32)
+    turn = first * 0
+    for index in range(first, T, step):
+        token = first * 0 + index
+        after = gl.minimum(token + step, T - 1)
+        _fetch(rows, places, after, 1 - turn, d, col, 0, DOUBLE, DOUBLE)
+        async_copy.commit_group()
+        async_copy.wait_group(1)
+        if ADD:
+            summed = _row(places, turn, R - 1, DOUBLE, ROW).to(gl.float32)
+            summed = (summed + _row(places, turn, R - 2, DOUBLE, ROW).to(gl.float32)).to(dtype)
+            gl.store(_at(total, token, d, col), summed, mask=inside)
+            places[R - 1].index(turn if R - 1 < DOUBLE else 0).store(summed)
+        with_m = ()
+        with_itself = ()
+        for i in gl.static_range(S):
+            v = _row(places, turn, i if i < S - 1 else R - 1, DOUBLE, ROW).to(gl.float32)
+            with_m = with_m + (_by_warp(v * m, WARPS),)  # noqa: RUF005
+            with_itself = with_itself + (_by_warp(v * v, WARPS),)  # noqa: RUF005
+        alongs.store(_side_by_side(with_m, SOURCES))
+        squares.store(_side_by_side(with_itself, SOURCES))
+        inverses = gl.rsqrt(gl.sum(squares.load(LANES), 0) / d + eps)
+        scores = gl.sum(alongs.load(LANES), 0) * inverses
+        if MERGE:
+            scores = gl.where(lane == 0, gl.load(lse + token), scores)
+            inverses = gl.where(lane == 0, 0.0, inverses)
+        kept = scalars + 2 * (token.to(gl.int64) * S + lane)
+        gl.store(kept, scores, mask=has)
+        gl.store(kept + 1, inverses, mask=has)
+        _keep(weights, _softmax(scores, has), SOURCES)
+        mix = gl.zeros([D], gl.float32, layout=ROW)
+        for group in gl.static_range((R + GROUP - 1) // GROUP):
+            taken = _group(places, turn, R, group, GROUP, DOUBLE, ROW)
+            _fetch_group(rows, places, after, d, col, R, group, GROUP, DOUBLE)
+            for n in gl.static_range(len(taken)):
+                if R - 1 - group * GROUP - n < S - 1:
+                    weight = weights.index(R - 1 - group * GROUP - n).load(ROW)
+                    mix += taken[n].to(gl.float32) * weight
+                elif group + n == 0:
+                    mix += taken[n].to(gl.float32) * weights.index(S - 1).load(ROW)
+        async_copy.commit_group()
+        if MIX:
+            gl.store(_at(mixed, token, d, col), mix.to(dtype), mask=inside)
+        if NORM:
+            gain = gl.load(norm_gain + col, mask=inside, other=0.0).to(gl.float32)
+            scale = gl.rsqrt(gl.sum(mix * mix, 0) / d + norm_eps)
+            gl.store(_at(normed, token, d, col), (mix * scale * gain).to(dtype), mask=inside)
+        turn = 1 - turn
+    async_copy.wait_group(0)
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -88,10 +234,11 @@ def backward_ring(
     direction,  # [d] fp32, query * key_gain
     norm_gain,
     scalars,
-    d_mixed,
+    d_mixed,  # this or d_normed
     d_normed,
     d_bank,  # what reaches the sources through later readers: all but the last, and the last; None: nothing
     d_last,
+    d_lse,  # [T] fp32, with MERGE
     d_direction,  # [programs, d] fp32
     d_norm_gain,  # [programs, d] fp32
     T,
@@ -99,16 +246,20 @@ def backward_ring(
     norm_eps,
     S: gl.constexpr,
     D: gl.constexpr,
-    MIX: gl.constexpr,
+    DOUBLE: gl.constexpr,
+    GROUP: gl.constexpr,
+    MERGE: gl.constexpr,
     NORM: gl.constexpr,
     BANK: gl.constexpr,
     LAST: gl.constexpr,
 ):
-    ROW: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    PLACE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [0])
+    WARPS: gl.constexpr = gl.num_warps()
+    SOURCES: gl.constexpr = 16 if S <= 16 else 32
+    ROW: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    LANES: gl.constexpr = gl.BlockedLayout([WARPS, 1], [1, 32], [1, WARPS], [0, 1])
     dtype: gl.constexpr = sources[0].dtype.element_ty
     # Rows that are added to gradients, in the order of those.
-    BEGIN: gl.constexpr = 0 if LAST else 1
+    BEFORE: gl.constexpr = 0 if LAST else 1
     added = ()
     if LAST:
         added = added + (d_last,)  # noqa: RUF005
@@ -120,72 +271,98 @@ def backward_ring(
     first = gl.program_id(0)
     col = gl.arange(0, D, layout=ROW)
     inside = col < d
-    ring = gl.allocate_shared_memory(dtype, [S, D], PLACE)
-    for j in gl.static_range(S):
-        _fetch(sources[S - 1 - j], first, d, ring.index(S - 1 - j), col)
+    lane = gl.arange(0, SOURCES, layout=gl.SliceLayout(0, LANES))
+    has = lane < S
+    places = _places(dtype, S, D, DOUBLE)
+    of_given = _sums_place(SOURCES)
+    of_mix = _sums_place(SOURCES)
+    weights = _numbers(SOURCES)
+    alongs = _numbers(SOURCES)
+    radials = _numbers(SOURCES)
+    _fetch(sources, places, first, 0, d, col, 0, S, DOUBLE)
+    async_copy.commit_group()
     m = gl.load(direction + col, mask=inside, other=0.0)
     d_m = gl.zeros([D], gl.float32, layout=ROW)
     given = gl.load(_at(d_normed if NORM else d_mixed, first, d, col), mask=inside, other=0.0)
-    scores, inverses = _scalars(scalars, first, S)
+    kept = scalars + 2 * (first.to(gl.int64) * S + lane)
+    scores = gl.load(kept, mask=has, other=0.0)
+    inverses = gl.load(kept + 1, mask=has, other=0.0)
+    turn = first * 0
     for index in range(first, T, step):
         token = first * 0 + index
         after = gl.minimum(token + step, T - 1)
-        top = scores[0]
-        for i in gl.static_range(1, S):
-            top = gl.maximum(top, scores[i])
-        share = top * 0.0
-        for i in gl.static_range(S):
-            share += gl.exp(scores[i] - top)
-        weights = ()
-        for i in gl.static_range(S):
-            weights = weights + (gl.exp(scores[i] - top) / share,)  # noqa: RUF005
+        _fetch(sources, places, after, 1 - turn, d, col, 0, DOUBLE, DOUBLE)
+        async_copy.commit_group()
+        weight = _softmax(scores, has)
+        _keep(weights, weight, SOURCES)
+        queue = ()
+        for n in gl.static_range(2 if ADDED > 2 else ADDED):
+            queue = queue + (gl.load(_at(added[n], token, d, col), mask=inside, other=0.0),)  # noqa: RUF005
+        async_copy.wait_group(1)
         g = given.to(gl.float32)
+        with_given = ()
         if NORM:
-            mix = _taken(ring, 0, S, ROW, True) * weights[S - 1]
-            for j in gl.static_range(1, S):
-                mix += _taken(ring, j, S, ROW, True) * weights[S - 1 - j]
-            scaled = g * gl.load(norm_gain + col, mask=inside, other=0.0).to(gl.float32)
-            square, along = gl.reduce((mix * mix, scaled * mix), 0, add_two)
-            scale = gl.rsqrt(square / d + norm_eps)
+            gain = gl.load(norm_gain + col, mask=inside, other=0.0).to(gl.float32)
+            s = g * gain
+            mix = gl.zeros([D], gl.float32, layout=ROW)
+            for i in gl.static_range(S):
+                v = _row(places, turn, i, DOUBLE, ROW).to(gl.float32)
+                mix += v * weights.index(i).load(ROW)
+                with_given = with_given + (_by_warp(s * v, WARPS),)  # noqa: RUF005
+            gl.thread_barrier()  # or the compiler keeps all rows in registers until they are read again
+            with_mix = ()
+            for i in gl.static_range(S):
+                v = _row(places, turn, i, DOUBLE, ROW).to(gl.float32)
+                with_mix = with_mix + (_by_warp(mix * v, WARPS),)  # noqa: RUF005
+            of_mix.store(_side_by_side(with_mix, SOURCES))
+        else:
+            for i in gl.static_range(S):
+                v = _row(places, turn, i, DOUBLE, ROW).to(gl.float32)
+                with_given = with_given + (_by_warp(g * v, WARPS),)  # noqa: RUF005
+        of_given.store(_side_by_side(with_given, SOURCES))
+        products = gl.sum(of_given.load(LANES), 0)
+        common = gl.sum(weight * products, 0)
+        if NORM:
+            products_mix = gl.sum(of_mix.load(LANES), 0)
+            scale = gl.rsqrt(gl.sum(weight * products_mix, 0) / d + norm_eps)
+            c = scale * scale * common / d
+            products = scale * (products - c * products_mix)
             # Kept in the cache: there are no registers for it.
             d_gain = g * mix * scale
             if token > first:
                 d_gain += gl.load(_at(d_norm_gain, first, d, col), mask=inside, other=0.0)
             gl.store(_at(d_norm_gain, first, d, col), d_gain, mask=inside)
-            g = scale * (scaled - mix * (scale * scale * along / d))
+            g = scale * (s - c * mix)
             # g . mix: all but the share of eps cancels, since the norm is blind to the size of the mix.
-            common = along * scale * scale * scale * norm_eps
-            if MIX:
-                more = gl.load(_at(d_mixed, token, d, col), mask=inside, other=0.0).to(gl.float32)
-                common += gl.sum(more * mix, 0)
-                g += more
-            products = _products(g, ring, S, ROW, False)
-        else:
-            products = _products(g, ring, S, ROW, True)
-            common = products[0] * weights[S - 1]
-            for j in gl.static_range(1, S):
-                common += products[j] * weights[S - 1 - j]
-        queue = ()
-        for n in gl.static_range(2 if ADDED > 2 else ADDED):
-            queue = queue + (gl.load(_at(added[n], token, d, col), mask=inside, other=0.0),)  # noqa: RUF005
+            common = common * scale * scale * scale * norm_eps
+        d_scores = weight * (products - common) if S > 1 else weight * 0.0
+        if MERGE:  # 1 / rms of a mix is kept as zero
+            gl.store(d_lse + token + lane, d_scores, mask=lane == 0)
+        along = d_scores * inverses
+        _keep(alongs, along, SOURCES)
+        _keep(radials, along * scores * inverses / d, SOURCES)
         given = gl.load(_at(d_normed if NORM else d_mixed, after, d, col), mask=inside, other=0.0)
-        next_scores, next_inverses = _scalars(scalars, after, S)
-        for j in gl.static_range(S):
-            v = _taken(ring, j, S, ROW, False)
-            weight = weights[S - 1 - j]
-            r = inverses[S - 1 - j]
-            along_m = weight * (products[j] - common) * r if S > 1 else common * 0.0
-            d_v = weight * g + along_m * m - (along_m * scores[S - 1 - j] * r / d) * v
-            d_m += along_m * v
-            _fetch(sources[S - 1 - j], after, d, ring.index(S - 1 - j), col)
-            if j >= BEGIN and j < BEGIN + ADDED:
-                d_v += queue[0].to(gl.float32)
-                queue = queue[1:]
-                if j - BEGIN + 2 < ADDED:
-                    row = _at(added[j - BEGIN + 2], token, d, col)
-                    queue = queue + (gl.load(row, mask=inside, other=0.0),)  # noqa: RUF005
-            gl.store(_at(d_sources[S - 1 - j], token, d, col), d_v.to(dtype), mask=inside)
-        scores = next_scores
-        inverses = next_inverses
+        kept = scalars + 2 * (after.to(gl.int64) * S + lane)
+        scores = gl.load(kept, mask=has, other=0.0)
+        inverses = gl.load(kept + 1, mask=has, other=0.0)
+        for group in gl.static_range((S + GROUP - 1) // GROUP):
+            taken = _group(places, turn, S, group, GROUP, DOUBLE, ROW)
+            _fetch_group(sources, places, after, d, col, S, group, GROUP, DOUBLE)
+            for n in gl.static_range(len(taken)):
+                v = taken[n].to(gl.float32)
+                along_m = alongs.index(S - 1 - group * GROUP - n).load(ROW)
+                d_v = weights.index(S - 1 - group * GROUP - n).load(ROW) * g + along_m * m
+                d_v -= radials.index(S - 1 - group * GROUP - n).load(ROW) * v
+                d_m += along_m * v
+                if group * GROUP + n >= BEFORE and group * GROUP + n < BEFORE + ADDED:
+                    d_v += queue[0].to(gl.float32)
+                    queue = queue[1:]
+                    if group * GROUP + n - BEFORE + 2 < ADDED:
+                        row = _at(added[group * GROUP + n - BEFORE + 2], token, d, col)
+                        queue = queue + (gl.load(row, mask=inside, other=0.0),)  # noqa: RUF005
+                place = _at(d_sources[S - 1 - group * GROUP - n], token, d, col)
+                gl.store(place, d_v.to(dtype), mask=inside)
+        async_copy.commit_group()
+        turn = 1 - turn
     async_copy.wait_group(0)
     gl.store(_at(d_direction, first, d, col), d_m, mask=inside)
