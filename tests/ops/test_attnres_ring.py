@@ -24,6 +24,16 @@ def nothing(*shape: int) -> torch.Tensor:
     return torch.full(shape, torch.nan, dtype=torch.float64)
 
 
+def numbers_for_words(machine) -> dict[str, object]:
+    """In place of what the kernels load in words of two numbers."""
+    col = torch.arange(512)
+    return {
+        "_row": lambda places, turn, i, DOUBLE: places[i].index(turn if i < DOUBLE else 0).load(None),
+        "_words": lambda x, row, d, D: machine.load(x + (row * d + col), col < d),
+        "_wide": lambda numbers, dtype, ROW: numbers,
+    }
+
+
 def definition(sources, query, key_gain, norm_gain, lse):
     """The mix, its norm, and scores and 1 / rms of each source `[T, S, 2]`; with lse, that for the first."""
     rows = torch.stack(sources)
@@ -64,7 +74,7 @@ def test_the_forward_is_the_definition(S, merge, add, outputs, double):
     given = tuple(rows), query.detach(), key_gain.detach(), norm_gain.detach()
     given = *given, lse.detach() if merge else None, total, mixed, norms, kept
     sizes = {"S": S, "D": 512, "DOUBLE": min(double, len(rows)), "GROUP": 2}
-    run(forward_ring, PROGRAMS, [*given, T, d, EPS, NORM_EPS], lambda machine: {}, warps=2, **sizes, **flags)
+    run(forward_ring, PROGRAMS, [*given, T, d, EPS, NORM_EPS], numbers_for_words, warps=2, **sizes, **flags)
     assert relative_error(kept, scalars.detach()) < 1e-12
     if add:
         assert relative_error(total, sources[-1].detach()) < 1e-14
@@ -101,7 +111,7 @@ def test_gradients_are_those_of_the_definition(S, merge, norm, bank, last, doubl
     ]  # fmt: skip
     sizes = {"S": S, "D": 512, "DOUBLE": min(double, S), "GROUP": group}
     flags = {"MERGE": merge, "NORM": norm, "BANK": bank, "LAST": last}
-    run(backward_ring, PROGRAMS, arguments, lambda machine: {}, warps=2, **sizes, **flags)
+    run(backward_ring, PROGRAMS, arguments, numbers_for_words, warps=2, **sizes, **flags)
     for mine, oracle in zip(d_sources, expected, strict=True):
         assert relative_error(mine, oracle) < 1e-11
     if S > 1:

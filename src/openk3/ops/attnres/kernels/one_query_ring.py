@@ -1,8 +1,8 @@
 """The kernels of `one_query` with a token's rows in shared memory (Gluon): each is read from memory once.
 
-There, rows go by one after the other, and warps wait for each other at the sums of each row. Here the rows of
-a token lie side by side, so all its sums cross the program in one exchange: each warp leaves its share, a lane
-a source takes them up, and what is made of scores is made for all sources at once. That is a few barriers a
+There, rows go by one after the other, and warps wait for each other at the sums of each row. Here a token's
+rows lie side by side, so all its sums cross the program in one exchange: each warp leaves its share, a lane a
+source takes them up, and what is made of scores is made for all sources at once. That is a few barriers a
 token, for any number of sources.
 
 A row's place is given to the program's next token as soon as nothing reads it any more. The first DOUBLE rows
@@ -48,8 +48,33 @@ def _fetch(rows, places, token, turn, d, col, FIRST: gl.constexpr, END: gl.const
 
 
 @gluon.jit
-def _row(places, turn, i: gl.constexpr, DOUBLE: gl.constexpr, ROW: gl.constexpr):
-    return places[i].index(turn if i < DOUBLE else 0).load(ROW)
+def _words(x, row, d, D: gl.constexpr):
+    """A row of x in global memory, in words of two numbers: as small in registers as it is in memory."""
+    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    col = gl.arange(0, D // 2, layout=WORDS)
+    return gl.load(_at(x.to(gl.pointer_type(gl.int32)), row, d // 2, col), mask=col < d // 2, other=0)
+
+
+@gluon.jit
+def _row(places, turn, i: gl.constexpr, DOUBLE: gl.constexpr):
+    """Row i of the token, in words."""
+    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    PLACE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [0])
+    place = places[i].index(turn if i < DOUBLE else 0)
+    return place._reinterpret(gl.int32, [place.shape[0] // 2], PLACE).load(WORDS)
+
+
+@gluon.jit
+def _wide(words, dtype: gl.constexpr, ROW: gl.constexpr):
+    """Words of two numbers of dtype as fp32, twice as many."""
+    if dtype == gl.bfloat16:
+        even = (words << 16).to(gl.float32, bitcast=True)
+        odd = (words & -65536).to(gl.float32, bitcast=True)
+    else:
+        even = words.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+        odd = (words >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+    row = gl.reshape(gl.join(even, odd), [2 * words.shape[0]])
+    return gl.convert_layout(row, ROW, assert_trivial=True)
 
 
 @gluon.jit
@@ -60,12 +85,11 @@ def _group(
     group: gl.constexpr,
     GROUP: gl.constexpr,
     DOUBLE: gl.constexpr,
-    ROW: gl.constexpr,
 ):
     """Rows of a group, which are counted from the last to the first, as they lie."""
     taken = ()
     for n in gl.static_range(group * GROUP, group * GROUP + GROUP if group * GROUP + GROUP < R else R):
-        taken = taken + (_row(places, turn, R - 1 - n, DOUBLE, ROW),)  # noqa: RUF005
+        taken = taken + (_row(places, turn, R - 1 - n, DOUBLE),)  # noqa: RUF005
     return taken
 
 
@@ -185,14 +209,14 @@ def forward_ring(
         async_copy.commit_group()
         async_copy.wait_group(1)
         if ADD:
-            summed = _row(places, turn, R - 1, DOUBLE, ROW).to(gl.float32)
-            summed = (summed + _row(places, turn, R - 2, DOUBLE, ROW).to(gl.float32)).to(dtype)
+            summed = _wide(_row(places, turn, R - 1, DOUBLE), dtype, ROW)
+            summed = (summed + _wide(_row(places, turn, R - 2, DOUBLE), dtype, ROW)).to(dtype)
             gl.store(_at(total, token, d, col), summed, mask=inside)
             places[R - 1].index(turn if R - 1 < DOUBLE else 0).store(summed)
         with_m = ()
         with_itself = ()
         for i in gl.static_range(S):
-            v = _row(places, turn, i if i < S - 1 else R - 1, DOUBLE, ROW).to(gl.float32)
+            v = _wide(_row(places, turn, i if i < S - 1 else R - 1, DOUBLE), dtype, ROW)
             with_m = with_m + (_by_warp(v * m, WARPS),)  # noqa: RUF005
             with_itself = with_itself + (_by_warp(v * v, WARPS),)  # noqa: RUF005
         alongs.store(_side_by_side(with_m, SOURCES))
@@ -208,14 +232,14 @@ def forward_ring(
         _keep(weights, _softmax(scores, has), SOURCES)
         mix = gl.zeros([D], gl.float32, layout=ROW)
         for group in gl.static_range((R + GROUP - 1) // GROUP):
-            taken = _group(places, turn, R, group, GROUP, DOUBLE, ROW)
+            taken = _group(places, turn, R, group, GROUP, DOUBLE)
             _fetch_group(rows, places, after, d, col, R, group, GROUP, DOUBLE)
             for n in gl.static_range(len(taken)):
                 if R - 1 - group * GROUP - n < S - 1:
                     weight = weights.index(R - 1 - group * GROUP - n).load(ROW)
-                    mix += taken[n].to(gl.float32) * weight
+                    mix += _wide(taken[n], dtype, ROW) * weight
                 elif group + n == 0:
-                    mix += taken[n].to(gl.float32) * weights.index(S - 1).load(ROW)
+                    mix += _wide(taken[n], dtype, ROW) * weights.index(S - 1).load(ROW)
         async_copy.commit_group()
         if MIX:
             gl.store(_at(mixed, token, d, col), mix.to(dtype), mask=inside)
@@ -283,7 +307,7 @@ def backward_ring(
     async_copy.commit_group()
     m = gl.load(direction + col, mask=inside, other=0.0)
     d_m = gl.zeros([D], gl.float32, layout=ROW)
-    given = gl.load(_at(d_normed if NORM else d_mixed, first, d, col), mask=inside, other=0.0)
+    given = _words(d_normed if NORM else d_mixed, first, d, D)
     kept = scalars + 2 * (first.to(gl.int64) * S + lane)
     scores = gl.load(kept, mask=has, other=0.0)
     inverses = gl.load(kept + 1, mask=has, other=0.0)
@@ -297,27 +321,27 @@ def backward_ring(
         _keep(weights, weight, SOURCES)
         queue = ()
         for n in gl.static_range(2 if ADDED > 2 else ADDED):
-            queue = queue + (gl.load(_at(added[n], token, d, col), mask=inside, other=0.0),)  # noqa: RUF005
+            queue = queue + (_words(added[n], token, d, D),)  # noqa: RUF005
         async_copy.wait_group(1)
-        g = given.to(gl.float32)
+        g = _wide(given, dtype, ROW)
         with_given = ()
         if NORM:
             gain = gl.load(norm_gain + col, mask=inside, other=0.0).to(gl.float32)
             s = g * gain
             mix = gl.zeros([D], gl.float32, layout=ROW)
             for i in gl.static_range(S):
-                v = _row(places, turn, i, DOUBLE, ROW).to(gl.float32)
+                v = _wide(_row(places, turn, i, DOUBLE), dtype, ROW)
                 mix += v * weights.index(i).load(ROW)
                 with_given = with_given + (_by_warp(s * v, WARPS),)  # noqa: RUF005
             gl.thread_barrier()  # or the compiler keeps all rows in registers until they are read again
             with_mix = ()
             for i in gl.static_range(S):
-                v = _row(places, turn, i, DOUBLE, ROW).to(gl.float32)
+                v = _wide(_row(places, turn, i, DOUBLE), dtype, ROW)
                 with_mix = with_mix + (_by_warp(mix * v, WARPS),)  # noqa: RUF005
             of_mix.store(_side_by_side(with_mix, SOURCES))
         else:
             for i in gl.static_range(S):
-                v = _row(places, turn, i, DOUBLE, ROW).to(gl.float32)
+                v = _wide(_row(places, turn, i, DOUBLE), dtype, ROW)
                 with_given = with_given + (_by_warp(g * v, WARPS),)  # noqa: RUF005
         of_given.store(_side_by_side(with_given, SOURCES))
         products = gl.sum(of_given.load(LANES), 0)
@@ -341,25 +365,25 @@ def backward_ring(
         along = d_scores * inverses
         _keep(alongs, along, SOURCES)
         _keep(radials, along * scores * inverses / d, SOURCES)
-        given = gl.load(_at(d_normed if NORM else d_mixed, after, d, col), mask=inside, other=0.0)
+        given = _words(d_normed if NORM else d_mixed, after, d, D)
         kept = scalars + 2 * (after.to(gl.int64) * S + lane)
         scores = gl.load(kept, mask=has, other=0.0)
         inverses = gl.load(kept + 1, mask=has, other=0.0)
         for group in gl.static_range((S + GROUP - 1) // GROUP):
-            taken = _group(places, turn, S, group, GROUP, DOUBLE, ROW)
+            taken = _group(places, turn, S, group, GROUP, DOUBLE)
             _fetch_group(sources, places, after, d, col, S, group, GROUP, DOUBLE)
             for n in gl.static_range(len(taken)):
-                v = taken[n].to(gl.float32)
+                v = _wide(taken[n], dtype, ROW)
                 along_m = alongs.index(S - 1 - group * GROUP - n).load(ROW)
                 d_v = weights.index(S - 1 - group * GROUP - n).load(ROW) * g + along_m * m
                 d_v -= radials.index(S - 1 - group * GROUP - n).load(ROW) * v
                 d_m += along_m * v
                 if group * GROUP + n >= BEFORE and group * GROUP + n < BEFORE + ADDED:
-                    d_v += queue[0].to(gl.float32)
+                    d_v += _wide(queue[0], dtype, ROW)
                     queue = queue[1:]
                     if group * GROUP + n - BEFORE + 2 < ADDED:
-                        row = _at(added[group * GROUP + n - BEFORE + 2], token, d, col)
-                        queue = queue + (gl.load(row, mask=inside, other=0.0),)  # noqa: RUF005
+                        more = added[group * GROUP + n - BEFORE + 2]
+                        queue = queue + (_words(more, token, d, D),)  # noqa: RUF005
                 place = _at(d_sources[S - 1 - group * GROUP - n], token, d, col)
                 gl.store(place, d_v.to(dtype), mask=inside)
         async_copy.commit_group()

@@ -79,7 +79,7 @@ def processors(device: torch.device) -> int:
 def ring_launch(rows: Sequence[Tensor]) -> tuple[int, dict[str, int]] | None:
     """Programs and sizes of the kernels with rows in shared memory; None if they do not take these rows.
 
-    Copies are of 16 bytes, and all rows of a token lie in a program; what memory is left takes rows of the next.
+    Copies are of 16 bytes, and all rows of a token lie in a program; memory that is left takes rows of the next.
     """
     T, d = rows[0].shape
     D, R = triton.next_power_of_2(d), len(rows)
@@ -97,7 +97,7 @@ def ring_launch(rows: Sequence[Tensor]) -> tuple[int, dict[str, int]] | None:
         return None
     double = min(R, (whole // beside - (1 << 10) - sums) // row - R)
     sizes = {"D": D, "DOUBLE": double, "GROUP": RING["GROUP"], "num_warps": warps}
-    sizes["maxnreg"] = min(255, 65536 // (32 * per_processor))
+    sizes["maxnreg"] = min(255, 65536 // (256 * per_processor) * 8)
     return min(T, card.multi_processor_count * beside), sizes
 
 
