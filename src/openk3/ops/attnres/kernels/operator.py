@@ -10,7 +10,7 @@ import torch
 import triton
 
 from openk3.ops.attnres.kernels import bank as bank_kernels
-from openk3.ops.attnres.kernels import one_query
+from openk3.ops.attnres.kernels import bank_once, one_query
 from openk3.ops.kernel_operator import kernel_operator
 
 Tensor = torch.Tensor
@@ -27,6 +27,10 @@ FORWARD_RING = BACKWARD_RING = False  # no card has run them yet; bench/attnres.
 RING = {"columns": 512, "warps": 16, "columns_wide": 1024, "warps_wide": 8, "GROUP": 2}
 WEIGH = {"TOKENS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
 MIX = {"COLUMNS": 1024, "num_warps": 4}
+# All queries: the bank read "twice" (WEIGH, MIX), "twice, in slices" or "once" (ONCE).
+ALL_QUERIES = "twice"  # no card has run the others yet; bench/attnres.py --variants does
+ONCE = {"COLUMNS": 128, "STAGES": 3, "MIX_COLUMNS": 256, "MIX_STAGES": 4, "SLICES": 7, "num_warps": 4}
+ONCE_PROGRAMS = 2  # a processor
 
 
 def launch(d: int, T: int, device: torch.device, warps_per_processor: int) -> tuple[int, dict[str, int]]:
@@ -343,6 +347,9 @@ def _bank_mixes(
     bank_kernels.directions[(QUERIES, triton.cdiv(d, 1024))](
         queries.contiguous(), key_gains.contiguous(), parts, d, Q, QUERIES=QUERIES, COLUMNS=1024
     )
+    if ALL_QUERIES != "twice":
+        _in_slices(bank, parts, values, lse, eps, once=ALL_QUERIES == "once")
+        return values, lse
     weights = lse.new_empty(T, Q, S)
     sizes = weigh_sizes(S, QUERIES, parts, bank[0])
     bank_kernels.weigh[(triton.cdiv(T, sizes["TOKENS"]),)](
@@ -350,6 +357,28 @@ def _bank_mixes(
     )
     bank_kernels.mix[(T * triton.cdiv(d, MIX["COLUMNS"]),)](bank, weights, values, T, d, Q, S=S, **MIX)
     return values, lse
+
+
+def _in_slices(
+    bank: tuple[Tensor, ...], parts: Tensor, values: Tensor, lse: Tensor, eps: float, once: bool
+) -> None:
+    """Writes values and lse; once: by programs that wait for each other."""
+    (Q, T, d), S, QUERIES = values.shape, len(bank), parts.shape[1]
+    TOKENS, SLICES = min(8, 64 // S), ONCE["SLICES"]
+    tiles = triton.cdiv(T, TOKENS)
+    products, squares = (lse.new_empty(tiles, SLICES, 64, n) for n in (QUERIES, 1))
+    shape = tiles, TOKENS, 1 if len(parts) == 1 else 2, QUERIES, 16 if S <= 16 else 32
+    weights = torch.empty(shape, device=lse.device, dtype=parts.dtype)
+    arrived = torch.zeros(tiles, device=lse.device, dtype=torch.int32)
+    given = bank, parts, products, squares, weights, arrived, values, lse, T, d, Q, eps, 1.0
+    sizes = {"S": S, "QUERIES": QUERIES, "TOKENS": TOKENS, **ONCE}
+    if once:
+        waiting = processors(lse.device) * ONCE_PROGRAMS // SLICES * SLICES
+        programs = min(tiles * SLICES, waiting)
+        bank_once.bank_once[(programs,)](*given, PHASE=0, launch_cooperative_grid=True, **sizes)
+    else:
+        for phase in (1, 2):
+            bank_once.bank_once[(tiles * SLICES,)](*given, PHASE=phase, **sizes)
 
 
 @_bank_mixes.register_fake
