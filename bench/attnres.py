@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from gpu_timing import Ceilings, ceilings, milliseconds, milliseconds_in_graph
@@ -239,24 +239,11 @@ def compare_chains() -> None:
 
 
 def try_variants(limits: Ceilings, steps: Steps) -> None:
-    """Each kernel alone, over launches."""
+    """Each kernel alone, over launches and forms; K3's width, then r1's."""
     from openk3.ops.attnres.kernels import operator
 
-    rows, queries, gains = draw(S, T, D, Q)
-    output, d_h = torch.randn_like(rows[0]), torch.randn_like(rows[0])
-    query, gain = queries[0], gains[0]
-    ops = torch.ops.openk3
-    bank, last = rows[:-1], rows[-1]
-    scalars = ops.attnres(bank, last, None, query, gain, None, None, 1e-5, 1e-5, True)[3]
-    plain = (rows, query, gain, None, scalars, d_h, None, [], None, 1e-5, False)
-    whole = (rows, query, gain, gain, scalars, None, d_h, [], output, 1e-5, False)
-    later = [torch.randn_like(row) for row in bank]
-    chained = (rows, query, gain, gain, scalars, None, d_h, later, output, 1e-5, False)
-    forward = [
-        {"STAGES": stages, "warps": warps, "maxnreg": registers}
-        for stages, warps, registers in ((6, 16, 128), (4, 16, 128), (3, 16, 128), (5, 24, 80), (10, 8, 255))
-    ]
-    backward = [{"AHEAD": rows_ahead, "warps": 8} for rows_ahead in (4, 2, 3, 6)]
+    forward = [{"STAGES": stages, "warps": 16, "maxnreg": 128} for stages in (4, 3, 5, 6)]
+    backward = [{"AHEAD": rows_ahead, "warps": 8} for rows_ahead in (3, 4)]
     weigh = [
         {"TOKENS": tokens, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
         for tokens, columns, warps, stages in (
@@ -264,37 +251,75 @@ def try_variants(limits: Ceilings, steps: Steps) -> None:
         )
     ]  # fmt: skip
     mix = [{"COLUMNS": c, "num_warps": warps} for c, warps in ((1024, 4), (512, 2), (1024, 8), (2048, 8))]
-    kernels: list[tuple[str, str, list[dict[str, int]], int, Call]] = [
-        (
-            "forward", "FORWARD", forward, S + 1,
-            lambda: ops.attnres(bank, last, None, query, gain, None, None, 1e-5, 1e-5, True),
-        ),
-        (
-            "forward, add and norm", "FORWARD", forward, S + 3,
-            lambda: ops.attnres(bank, last, output, query, gain, gain, None, 1e-5, 1e-5, False),
-        ),
-        ("backward", "BACKWARD", backward, 2 * S + 1, lambda: ops.attnres_backward(*plain)),
-        ("backward, add and norm", "BACKWARD", backward, 2 * S + 2, lambda: ops.attnres_backward(*whole)),
-        ("backward, handed on", "BACKWARD", backward, 3 * S + 1, lambda: ops.attnres_backward(*chained)),
-        (
-            "all queries", "WEIGH", weigh, S + Q,
-            lambda: ops.attnres_bank_mixes(rows, queries, gains, 1e-5),
-        ),
-        ("all queries", "MIX", mix, S + Q, lambda: ops.attnres_bank_mixes(rows, queries, gains, 1e-5)),
-    ]  # fmt: skip
-    for name, setting, choices, passes, call in kernels:
-        kept, floor = getattr(operator, setting), limits.floor(passes * T * D * 2, 0)
-        for choice, columns in product(choices, (1024, 512) if setting == "BACKWARD" else (1024,)):
+
+    def one_by_one(label: str, settings: list[dict[str, Any]], passes: int, of: Case, call: Call) -> None:
+        floor = limits.floor(passes * of.rows[0].numel() * 2, 0)
+        for changed in settings:
             if steps.passed():
-                print(f"{name}: out of time", flush=True)
-                break
-            setattr(operator, setting, choice)
-            operator.COLUMNS_PER_WARP = columns
-            label = f"{name}: {setting} {choice}, {columns} columns a warp"
-            for time in timed(label, call, lambda call: milliseconds(call, 5, 20)).values():
-                print(f"{label}: {time:.4f} ms, {time / floor:.2f} of the floor", flush=True)
-        setattr(operator, setting, kept)
-        operator.COLUMNS_PER_WARP = 1024
+                print(f"{label}: out of time", flush=True)
+                return
+            with patch.multiple(operator, **changed):
+                name = f"{label}: {', '.join(f'{k} = {v}' for k, v in changed.items())}"
+                for time in timed(name, call, lambda call: milliseconds(call, 5, 20)).values():
+                    print(f"{name}: {time:.4f} ms, {time / floor:.2f} of the floor", flush=True)
+
+    for S_, T_, d_ in ((S, T, D), (13, 131_072, 512), (7, 131_072, 512)):
+        case = Case(S_, T_, d_)
+        where = f"S={S_} d={d_}"
+        stages = [{"FORWARD": setting} for setting in forward]
+        if d_ == D:
+            both = [{"WEIGH": choice} for choice in weigh] + [{"MIX": choice} for choice in mix]
+            one_by_one(f"{where} all queries", both, S_ + Q, case, case.all_queries)
+            one_by_one(f"{where} forward", stages, S_ + 1, case, case.plain)
+        one_by_one(f"{where} forward, add and norm", stages, S_ + 3, case, case.whole)
+        for name, passes, call in (
+            ("backward", 2 * S_ + 1, case.plain_backward),
+            ("backward, add and norm", 2 * S_ + 2, case.whole_backward),
+            ("backward, handed on", 3 * S_ + 1, case.chained_backward),
+        ):
+            right = call()[0]
+            with patch.object(operator, "RING", True):
+                apart = max(error(a, b.double()) for a, b in zip(call()[0], right, strict=True))
+            print(f"{where} {name}: rows in shared memory or in registers, {apart:.1e} apart", flush=True)
+            forms: list[dict[str, Any]] = [{"RING": True}, *({"BACKWARD": b} for b in backward)]
+            one_by_one(f"{where} {name}", forms, passes, case, call)
+
+
+class Case:
+    """One query over S sources, and calls of its operators."""
+
+    def __init__(self, S: int, T: int, d: int) -> None:
+        self.rows = [torch.randn(T, d, device="cuda").bfloat16() for _ in range(S)]
+        self.output, self.d_h = (torch.randn(T, d, device="cuda").bfloat16() for _ in range(2))
+        self.query, self.gain = torch.randn(d, device="cuda") * d**-0.5, torch.ones(d, device="cuda")
+        self.later = [torch.randn_like(row) for row in self.rows[:-1]]
+        self.queries, self.gains = (torch.randn(Q, d, device="cuda") for _ in range(2))
+        self.scalars = self.plain()[3]
+
+    def all_queries(self) -> Any:
+        return torch.ops.openk3.attnres_bank_mixes(self.rows, self.queries, self.gains, 1e-5)
+
+    def plain(self) -> Any:
+        *bank, last = self.rows
+        return torch.ops.openk3.attnres(bank, last, None, self.query, self.gain, None, None, 1e-5, 1e-5, True)
+
+    def whole(self) -> Any:
+        *bank, last = self.rows
+        more = self.output, self.query, self.gain, self.gain, None
+        return torch.ops.openk3.attnres(bank, last, *more, 1e-5, 1e-5, False)
+
+    def _backward(self, *more: Any) -> Any:
+        given = self.rows, self.query, self.gain
+        return torch.ops.openk3.attnres_backward(*given, *more, 1e-5, False)
+
+    def plain_backward(self) -> Any:
+        return self._backward(None, self.scalars, self.d_h, None, [], None)
+
+    def whole_backward(self) -> Any:
+        return self._backward(self.gain, self.scalars, None, self.d_h, [], self.output)
+
+    def chained_backward(self) -> Any:
+        return self._backward(self.gain, self.scalars, None, self.d_h, self.later, self.output)
 
 
 def main() -> int:

@@ -23,6 +23,14 @@ VECTORS = ("query", "key_gain", "norm_gain")
 TRITON: dict[str, Any] = {"implementation": "triton"}
 
 
+@pytest.fixture(autouse=True, params=["registers", "shared memory"])
+def _where_rows_wait(request, monkeypatch):
+    """In the backward."""
+    from openk3.ops.attnres.kernels import operator
+
+    monkeypatch.setattr(operator, "RING", request.param == "shared memory")
+
+
 def draw(S: int, T: int, d: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     make = torch.Generator("cuda").manual_seed(S + T + d)
 

@@ -3,6 +3,7 @@
 Layouts and lanes do not exist here: a tile is a float64 tensor. What the card does late is done as late as it
 may be, so that reading too early or overwriting too early gives NaN or an error:
 
+    a copy by threads           makes its tile NaN when it starts, and fills it when its group is waited for
     a copy by the copy engine   makes its tile NaN when it starts, and fills it when its barrier is waited for
     a warpgroup product         reads its operands when it is waited for
 
@@ -52,6 +53,9 @@ class Shared:
 
     def permute(self, order: tuple[int, ...]) -> View:
         return View(self, order)
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: object) -> Shared:
+        return Shared(self.machine, self.data.view(shape))
 
     def store(self, value: Tensor) -> None:
         self.data.copy_(value)
@@ -172,8 +176,10 @@ class Machine:
 
     BYTES = 2  # of an element as the kernel counts them
 
-    def __init__(self, program: int, programs: int = 1, seed: int = 0) -> None:
-        self.program, self.programs, self.seed = program, programs, seed
+    def __init__(self, program: int, programs: int = 1, seed: int = 0, warps: int = 8) -> None:
+        self.program, self.programs, self.seed, self.warps = program, programs, seed, warps
+        self.copying: list[tuple[Shared, Tensor]] = []
+        self.groups: list[list[tuple[Shared, Tensor]]] = []
         self.partition = Partition(0)
         self.partitions = [self.partition]
         self.turns: Turns | None = None
@@ -279,6 +285,20 @@ class Machine:
             self.partition.knows[number] = max(passed, self.partition.knows.get(number, 0))
         self.pause()
 
+    # copies by the threads, whose end is waited for in the order in which groups of them were committed
+    def async_copy_of_threads(self, tile: Shared, pointer: Pointer, mask: Tensor) -> None:
+        tile.data.fill_(float("nan"))
+        self.copying.append((tile, self.load(pointer, mask)))
+
+    def commit_group(self) -> None:
+        self.groups.append(self.copying)
+        self.copying = []
+
+    def wait_group(self, pending: int) -> None:
+        while len(self.groups) > pending:
+            for tile, value in self.groups.pop(0):
+                tile.data.copy_(value)
+
     # products
     def warpgroup_mma(
         self, left: Any, right: Any, acc: Any, *, use_acc: bool = True, is_async: bool
@@ -316,6 +336,10 @@ def settled(x: Any) -> Tensor:
     return value
 
 
+def at_most(a: Tensor, b: Any) -> Tensor:
+    return a.clamp(max=b)
+
+
 LAYOUTS = (
     "NVMMADistributedLayout",
     "DotOperandLayout",
@@ -323,6 +347,7 @@ LAYOUTS = (
     "DistributedLinearLayout",
     "NVMMASharedLayout",
     "SliceLayout",
+    "SwizzledSharedLayout",
 )
 
 
@@ -334,9 +359,11 @@ def names(machine: Machine) -> dict[str, Any]:
     gl.load, gl.store, gl.thread_barrier = machine.load, machine.store, machine.thread_barrier
     gl.allocate_shared_memory = machine.allocate_shared_memory
     gl.program_id = lambda axis: torch.tensor(machine.program)
-    gl.num_programs = lambda axis: machine.programs
     gl.warp_specialize = machine.warp_specialize
-    gl.num_warps = lambda: 8
+    gl.num_warps = lambda: machine.warps
+    gl.num_programs = lambda axis: torch.tensor(machine.programs)
+    gl.exp, gl.rsqrt, gl.minimum, gl.maximum = torch.exp, torch.rsqrt, at_most, torch.maximum
+    gl.where, gl.max, gl.zeros_like = torch.where, torch.amax, torch.zeros_like
     gl.static_range = range
     gl.arange = lambda low, high, layout: torch.arange(low, high)
     gl.zeros = lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype)
@@ -346,9 +373,7 @@ def names(machine: Machine) -> dict[str, Any]:
     gl.int64, gl.float32 = torch.int64, torch.float64
     return {
         "gl": gl,
-        "tl": types.SimpleNamespace(
-            load=machine.load, where=torch.where, minimum=lambda a, b: a.clamp(max=b)
-        ),
+        "tl": types.SimpleNamespace(load=machine.load, where=torch.where, minimum=at_most),
         "fence_async_shared": machine.fence_async_shared,
         "mbarrier": types.SimpleNamespace(
             init=machine.init,
@@ -358,6 +383,11 @@ def names(machine: Machine) -> dict[str, Any]:
             MBarrierLayout=no_layout,
         ),
         "tma": machine,
+        "async_copy": types.SimpleNamespace(
+            async_copy_global_to_shared=machine.async_copy_of_threads,
+            commit_group=machine.commit_group,
+            wait_group=machine.wait_group,
+        ),
         "warpgroup_mma": machine.warpgroup_mma,
         "warpgroup_mma_init": lambda x: x,
         "warpgroup_mma_wait": machine.warpgroup_mma_wait,
@@ -377,6 +407,16 @@ def as_python(kernel: Any, found: dict[str, Any], instead: dict[str, Any]) -> Ca
     return function
 
 
+def pointed(x: Any) -> Any:
+    if isinstance(x, tuple) and x and all(isinstance(part, Tensor) for part in x) and not is_descriptor(x):
+        return tuple(Pointer(part) for part in x)
+    return Pointer(x) if isinstance(x, Tensor) else x
+
+
+def is_descriptor(x: tuple[Any, ...]) -> bool:
+    return len(x) == 2 and isinstance(x[1], tuple)
+
+
 def run(
     kernel: Any,
     programs: int,
@@ -384,11 +424,12 @@ def run(
     instead: Callable[[Machine], dict[str, Any]],
     *,
     seed: int = 0,
+    warps: int = 8,
     **more: Any,
 ):
-    """Runs every program. Tensors become pointers; `(matrix, block)` is a descriptor."""
-    arguments = [Pointer(x) if isinstance(x, Tensor) else x for x in arguments]
+    """Runs every program. Tensors become pointers, in tuples too; `(matrix, block)` is a descriptor."""
+    arguments = [pointed(x) for x in arguments]
     for program in range(programs):
-        machine = Machine(program, programs, seed)
+        machine = Machine(program, programs, seed, warps)
         as_python(kernel, names(machine), instead(machine))(*arguments, **more)
         assert not any(partition.under_way for partition in machine.partitions)

@@ -279,8 +279,15 @@ def test_a_mix_of_the_bank_stands_for_the_bank():
     assert_agree(results(merged, implementation="eager", return_mixed=True), exact(merged, return_mixed=True))
 
 
-@pytest.mark.parametrize(("S", "T", "d", "Q"), [(1, 3, 8, 1), (3, 37, 96, 12), (9, 5, 130, 24)])
-def test_all_queries_of_a_block_equal_the_definition(S, T, d, Q):
+@pytest.mark.parametrize(
+    ("S", "T", "d", "Q"), [(1, 3, 8, 1), (3, 37, 96, 12), (9, 5, 130, 24), (9, 15, 296, 12), (17, 4, 40, 2)]
+)
+@pytest.mark.parametrize("form", ["twice", "twice, in slices"])  # "once" waits for programs beside it
+def test_all_queries_of_a_block_equal_the_definition(S, T, d, Q, form, monkeypatch):
+    from openk3.ops.attnres.kernels import operator
+
+    monkeypatch.setattr(operator, "ALL_QUERIES", form)
+    monkeypatch.setattr(operator, "ONCE", operator.ONCE | {"COLUMNS": 32, "MIX_COLUMNS": 16, "SLICES": 3})
     bank = draw(S + 1, T, d)["bank"]
     queries, gains = torch.randn(Q, d) * 3 / d**0.5, 1 + 0.3 * torch.randn(Q, d)
     wide = [x.double() for x in bank], queries.double(), gains.double()

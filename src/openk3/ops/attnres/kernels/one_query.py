@@ -158,6 +158,9 @@ def backward(
     LAST: tl.constexpr,
 ):
     dtype: tl.constexpr = sources[0].dtype.element_ty
+    tl.static_assert(
+        S == 1 or AHEAD >= (3 if BANK or LAST else 2), "a pair of sources is in the queue together"
+    )
     # Twice each: backwards the second time, so that the latest come first.
     # Behind each then comes what reaches it, where anything does.
     AT: tl.constexpr = S + AHEAD  # what is asked for when the first source of the second pass is done

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from openk3.ops.attnres.kernels import bank as bank_kernels
-from openk3.ops.attnres.kernels import one_query
+from openk3.ops.attnres.kernels import bank_once, one_query
 from openk3.ops.kernel_operator import kernel_operator
 
 Tensor = torch.Tensor
@@ -18,10 +18,19 @@ Tensor = torch.Tensor
 COLUMNS_PER_WARP = 1024  # 32 a thread
 # Forward, rows are copied ahead to shared memory (STAGES - 1 of them), and two programs of 8 warps share a
 # processor. Backward, they are loaded ahead to registers, of which such a row takes 16, and one has them all.
-FORWARD = {"STAGES": 6, "warps": 16, "maxnreg": 128}
-BACKWARD = {"AHEAD": 4, "warps": 8}
+# Rows of WIDE columns or more have settings of their own, as measured at 7,168.
+WIDE = 4096
+FORWARD = {"STAGES": 6, "STAGES_WIDE": 4, "STAGES_WIDE_NORM": 3, "warps": 16, "maxnreg": 128}
+BACKWARD = {"AHEAD": 4, "AHEAD_WIDE": 3, "warps": 8}
+# Both ways with a token's rows in shared memory: columns a warp, warps a processor, rows between barriers.
+FORWARD_RING = BACKWARD_RING = False  # no card has run them yet; bench/attnres.py --variants does
+RING = {"columns": 512, "warps": 16, "columns_wide": 1024, "warps_wide": 8, "GROUP": 2}
 WEIGH = {"TOKENS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
 MIX = {"COLUMNS": 1024, "num_warps": 4}
+# All queries: the bank read "twice" (WEIGH, MIX), "twice, in slices" or "once" (ONCE).
+ALL_QUERIES = "twice"  # no card has run the others yet; bench/attnres.py --variants does
+ONCE = {"COLUMNS": 128, "STAGES": 3, "MIX_COLUMNS": 256, "MIX_STAGES": 4, "SLICES": 7, "num_warps": 4}
+ONCE_PROGRAMS = 2  # a processor
 
 
 def launch(d: int, T: int, device: torch.device, warps_per_processor: int) -> tuple[int, dict[str, int]]:
@@ -31,9 +40,15 @@ def launch(d: int, T: int, device: torch.device, warps_per_processor: int) -> tu
     return min(T, processors(device) * max(warps_per_processor // warps, 1)), {"D": D, "num_warps": warps}
 
 
-def stages(D: int, x: Tensor) -> int:
+def stages(D: int, x: Tensor, norm: bool) -> int:
     """One more than there are rows in the ring, which takes 160 KiB at most."""
-    return max(2, min(FORWARD["STAGES"], 1 + shared_memory(x.device) // (D * x.element_size())))
+    most = FORWARD["STAGES"] if D < WIDE else FORWARD["STAGES_WIDE_NORM" if norm else "STAGES_WIDE"]
+    return max(2, min(most, 1 + shared_memory(x.device) // (D * x.element_size())))
+
+
+def ahead(D: int, S: int) -> int:
+    """Rows that are asked for before they are needed."""
+    return min(BACKWARD["AHEAD" if D < WIDE else "AHEAD_WIDE"], 2 * S)
 
 
 def weigh_sizes(S: int, QUERIES: int, parts: Tensor, row: Tensor) -> dict[str, int]:
@@ -65,6 +80,31 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
+def ring_launch(rows: Sequence[Tensor]) -> tuple[int, dict[str, int]] | None:
+    """Programs and sizes of the kernels with rows in shared memory; None if they do not take these rows.
+
+    Copies are of 16 bytes, and all rows of a token lie in a program; memory that is left takes the next one's.
+    """
+    T, d = rows[0].shape
+    D, R = triton.next_power_of_2(d), len(rows)
+    if not rows[0].is_cuda or rows[0].element_size() != 2 or d % 16 or D < 256 or R > 32:
+        return None
+    if any(row.data_ptr() % 16 for row in rows):
+        return None
+    wide = "_wide" if D >= WIDE else ""
+    warps, per_processor = max(D // RING["columns" + wide], 1), RING["warps" + wide]
+    card = torch.cuda.get_device_properties(rows[0].device)
+    row, sums = 2 * D, (2 * warps + 3) * 4 * (16 if R <= 17 else 32) + 256
+    whole = int(card.shared_memory_per_multiprocessor) - (1 << 10)
+    beside = min(per_processor // warps, whole // (R * row + sums + (1 << 10)))
+    if beside < 1:
+        return None
+    double = min(R, (whole // beside - (1 << 10) - sums) // row - R)
+    sizes = {"D": D, "DOUBLE": double, "GROUP": RING["GROUP"], "num_warps": warps}
+    sizes["maxnreg"] = min(255, 65536 // (256 * per_processor) * 8)
+    return min(T, card.multi_processor_count * beside), sizes
+
+
 def as_rows(x: Tensor) -> Tensor:
     """Contiguous, and on a border of two numbers, as the kernels read it."""
     x = x.contiguous()
@@ -93,14 +133,21 @@ def _attnres(
     mixed, normed, total, scalars = _attnres_outputs(
         prefix, S, want_mix, norm_gain is not None, output is not None
     )
-    programs, sizes = launch(d, T, prefix.device, FORWARD["warps"])
-    if programs:
+    rows = [as_rows(row) for row in rows]
+    vectors = query.contiguous(), key_gain.contiguous(), None if norm_gain is None else norm_gain.contiguous()
+    given = tuple(rows), *vectors, None if lse is None else lse.contiguous()
+    made = total, mixed, normed, scalars, T, d, eps, norm_eps
+    flags = {"ADD": output is not None, "MERGE": lse is not None, "MIX": want_mix, "NORM": len(normed) > 0}
+    ring = ring_launch(rows) if FORWARD_RING and T else None
+    if ring is not None:
+        from openk3.ops.attnres.kernels.one_query_ring import forward_ring
+
+        forward_ring[(ring[0],)](*given, *made, S=S, **flags, **ring[1])
+    elif T:
+        programs, sizes = launch(d, T, prefix.device, FORWARD["warps"])
         one_query.forward[(programs,)](
-            tuple(as_rows(row) for row in rows), query.contiguous(), key_gain.contiguous(),
-            None if norm_gain is None else norm_gain.contiguous(), None if lse is None else lse.contiguous(),
-            total, mixed, normed, scalars, T, d, eps, norm_eps,
-            S=S, STAGES=stages(sizes["D"], prefix), ADD=output is not None, MERGE=lse is not None,
-            MIX=want_mix, NORM=norm_gain is not None, maxnreg=FORWARD["maxnreg"], **sizes,
+            *given, *made, S=S, STAGES=stages(sizes["D"], prefix, norm_gain is not None), **flags,
+            maxnreg=FORWARD["maxnreg"], **sizes,
         )  # fmt: skip
     return mixed, normed, total, scalars
 
@@ -158,20 +205,28 @@ def _attnres_backward(
     direction = query.to(torch.float32) * key_gain.to(torch.float32)
     d_sources = [torch.empty(T, d, dtype=x.dtype, device=x.device) for x in sources]
     d_lse = scalars.new_empty(T if merge else 0)
-    programs, sizes = launch(d, T, sources[0].device, BACKWARD["warps"])
+    rows = tuple(as_rows(x) for x in sources)
+    # Gradients to both, the mix and its norm, are rare.
+    ring = ring_launch(rows) if BACKWARD_RING and T and not (norm and d_mixed is not None) else None
+    programs, sizes = launch(d, T, sources[0].device, BACKWARD["warps"]) if ring is None else ring
     d_direction = scalars.new_empty(programs, d)
     d_norm_gain = scalars.new_empty(programs if norm else 0, d)
     if programs:
         dtype = sources[0].dtype
         given = [None if g is None else as_rows(g.to(dtype)) for g in (d_mixed, d_normed)]
         later = [None if g is None else as_rows(g.to(dtype)) for g in (*d_bank, d_last)]
-        one_query.backward[(programs,)](
-            tuple(as_rows(x) for x in sources), tuple(d_sources), direction,
-            None if norm_gain is None else norm_gain.contiguous(), scalars, *given,
-            tuple(later[:-1]) or None, later[-1], d_lse, d_direction, d_norm_gain, T, d, norm_eps, S=S,
-            AHEAD=min(BACKWARD["AHEAD"], 2 * S), MERGE=merge, MIX=d_mixed is not None, NORM=norm,
-            BANK=bool(d_bank), LAST=d_last is not None, **sizes,
+        arguments = (
+            rows, tuple(d_sources), direction, None if norm_gain is None else norm_gain.contiguous(), scalars,
+            *given, tuple(later[:-1]) or None, later[-1], d_lse, d_direction, d_norm_gain, T, d, norm_eps,
         )  # fmt: skip
+        flags = {"MERGE": merge, "NORM": norm, "BANK": bool(d_bank), "LAST": d_last is not None}
+        if ring is not None:
+            from openk3.ops.attnres.kernels.one_query_ring import backward_ring
+
+            backward_ring[(programs,)](*arguments, S=S, **flags, **sizes)
+        else:
+            flags["MIX"] = d_mixed is not None
+            one_query.backward[(programs,)](*arguments, S=S, AHEAD=ahead(sizes["D"], S), **flags, **sizes)
     d_m = d_direction.sum(0)
     d_gain = d_norm_gain.sum(0).to(norm_gain.dtype) if norm_gain is not None else scalars.new_empty(0)
     return d_sources, (d_m * key_gain).to(query.dtype), (d_m * query).to(key_gain.dtype), d_gain, d_lse
@@ -292,6 +347,9 @@ def _bank_mixes(
     bank_kernels.directions[(QUERIES, triton.cdiv(d, 1024))](
         queries.contiguous(), key_gains.contiguous(), parts, d, Q, QUERIES=QUERIES, COLUMNS=1024
     )
+    if ALL_QUERIES != "twice":
+        _in_slices(bank, parts, values, lse, eps, once=ALL_QUERIES == "once")
+        return values, lse
     weights = lse.new_empty(T, Q, S)
     sizes = weigh_sizes(S, QUERIES, parts, bank[0])
     bank_kernels.weigh[(triton.cdiv(T, sizes["TOKENS"]),)](
@@ -299,6 +357,28 @@ def _bank_mixes(
     )
     bank_kernels.mix[(T * triton.cdiv(d, MIX["COLUMNS"]),)](bank, weights, values, T, d, Q, S=S, **MIX)
     return values, lse
+
+
+def _in_slices(
+    bank: tuple[Tensor, ...], parts: Tensor, values: Tensor, lse: Tensor, eps: float, once: bool
+) -> None:
+    """Writes values and lse; once: by programs that wait for each other."""
+    (Q, T, d), S, QUERIES = values.shape, len(bank), parts.shape[1]
+    TOKENS, SLICES = min(8, 64 // S), ONCE["SLICES"]
+    tiles = triton.cdiv(T, TOKENS)
+    products, squares = (lse.new_empty(tiles, SLICES, 64, n) for n in (QUERIES, 1))
+    shape = tiles, TOKENS, 1 if len(parts) == 1 else 2, QUERIES, 16 if S <= 16 else 32
+    weights = torch.empty(shape, device=lse.device, dtype=parts.dtype)
+    arrived = torch.zeros(tiles, device=lse.device, dtype=torch.int32)
+    given = bank, parts, products, squares, weights, arrived, values, lse, T, d, Q, eps, 1.0
+    sizes = {"S": S, "QUERIES": QUERIES, "TOKENS": TOKENS, **ONCE}
+    if once:
+        waiting = processors(lse.device) * ONCE_PROGRAMS // SLICES * SLICES
+        programs = min(tiles * SLICES, waiting)
+        bank_once.bank_once[(programs,)](*given, PHASE=0, launch_cooperative_grid=True, **sizes)
+    else:
+        for phase in (1, 2):
+            bank_once.bank_once[(tiles * SLICES,)](*given, PHASE=phase, **sizes)
 
 
 @_bank_mixes.register_fake
