@@ -2,9 +2,9 @@
 
 `bank` reads it twice, since a mix needs scores of whole rows and those do not fit on a processor beside all
 queries. Here a row is cut into SLICES and a few tokens at a time are a tile. A program adds up its slice's
-part of a tile's products, says so, waits until all of the tile's slices are there, and mixes the same slice again
-from the L2 cache, where it still lies: with 9 sources all programs together have 37 tiles of 7 tokens under
-way, 33 MB at width 7,168.
+part of a tile's products, says so, waits until all of the tile's slices are there, and mixes the same slice
+again from the L2 cache, where it still lies: with 9 sources all programs together have 37 tiles of 7 tokens
+under way, 33 MB at width 7,168.
 
 A tile's rows, of all its tokens and sources, make one product of 64 rows with the queries, which are cut into
 three bf16 parts as there. Mixes are products too, of weights in two parts with the rows of a token.

@@ -83,7 +83,7 @@ def processors(device: torch.device) -> int:
 def ring_launch(rows: Sequence[Tensor]) -> tuple[int, dict[str, int]] | None:
     """Programs and sizes of the kernels with rows in shared memory; None if they do not take these rows.
 
-    Copies are of 16 bytes, and all rows of a token lie in a program; memory that is left takes the next one's.
+    Copies are of 16 bytes, and all rows of a token lie in a program; memory left takes the next one's.
     """
     T, d = rows[0].shape
     D, R = triton.next_power_of_2(d), len(rows)
