@@ -30,7 +30,7 @@ def _starts(bank, source):
 
 
 @triton.jit
-def _products(
+def _slice_products(
     bank,
     parts,
     products,
@@ -80,7 +80,7 @@ def _products(
 
 
 @triton.jit
-def _weights(
+def _tile_weights(
     products,
     squares,
     weights,  # [tiles, TOKENS, 2 or 1 parts, QUERIES, SOURCES] of the rows' dtype
@@ -203,7 +203,7 @@ def bank_once(
         tile = (zero + work) // SLICES
         part = (zero + work) % SLICES
         if PHASE != 2:
-            _products(
+            _slice_products(
                 bank, parts, products, squares, tile, part, T, d, Q, one,
                 S, QUERIES, TOKENS, COLUMNS, SLICES, STAGES,
             )  # fmt: skip
@@ -214,7 +214,7 @@ def bank_once(
                 seen = tl.atomic_add(arrived + tile, 0, sem="acquire", scope="gpu")
             tl.debug_barrier()
         if PHASE != 1:
-            _weights(
+            _tile_weights(
                 products, squares, weights, lse, tile, T, d, Q, eps, part == 0, S, QUERIES, TOKENS, SLICES
             )
             tl.debug_barrier()
