@@ -188,6 +188,14 @@ class Machine:
     def under_way(self) -> list[Product]:
         return self.partition.under_way
 
+    @property
+    def barriers_passed(self) -> int:
+        return self.partition.barriers_passed
+
+    @property
+    def stored(self) -> list[Shared]:
+        return self.partition.stored
+
     def pause(self, ready: Callable[[], bool] | None = None) -> None:
         if self.turns is not None:
             self.turns.pause(self.partition.number, ready)

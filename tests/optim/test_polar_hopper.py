@@ -52,7 +52,9 @@ class Tile(Shared):
         return Seen(self, self.data.permute(order))
 
     def store(self, value: Tensor) -> None:
-        assert self.read_in < self.machine.barriers_passed, "a product of another warp may be reading"
+        assert self.read_in.get(0, -1) < self.machine.barriers_passed, (
+            "a product of another warp may be reading"
+        )
         super().store(value)
 
 
@@ -71,7 +73,8 @@ class Seen:
 
     def store(self, value: Tensor) -> None:
         tile, machine = self.tile, self.tile.machine
-        assert max(tile.loaded_in, tile.read_in) < machine.barriers_passed, "another warp may be loading"
+        last = max(tile.loaded_in, tile.read_in.get(0, -1))
+        assert last < machine.barriers_passed, "another warp may be loading"
         self.data.copy_(value)
         tile.unpublished = True
         machine.stored.append(tile)
