@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import triton
 from gpu_timing import Ceilings, ceilings, milliseconds, milliseconds_in_graph
 from kda_fla import compile_candidates_together
 from rows import row
@@ -238,12 +239,20 @@ def compare_chains() -> None:
     print("apart, relative L2:", *(f"{e:.1e}" for e in apart), flush=True)
 
 
+def tensors(made: Any) -> list[Tensor]:
+    """All that an operator made, without what is empty."""
+    flat = [x for part in made for x in (part if isinstance(part, list | tuple) else [part])]
+    return [x for x in flat if x.numel()]
+
+
 def try_variants(limits: Ceilings, steps: Steps) -> None:
     """Each kernel alone, over launches and forms; K3's width, then r1's."""
     from openk3.ops.attnres.kernels import operator
 
-    forward = [{"STAGES": stages, "warps": 16, "maxnreg": 128} for stages in (4, 3, 5, 6)]
-    backward = [{"AHEAD": rows_ahead, "warps": 8} for rows_ahead in (3, 4)]
+    rings = [
+        {**operator.RING, **changed}
+        for changed in ({}, {"GROUP": 1}, {"GROUP": 4}, {"columns_wide": 512, "warps_wide": 16})
+    ]
     weigh = [
         {"TOKENS": tokens, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
         for tokens, columns, warps, stages in (
@@ -254,34 +263,40 @@ def try_variants(limits: Ceilings, steps: Steps) -> None:
 
     def one_by_one(label: str, settings: list[dict[str, Any]], passes: int, of: Case, call: Call) -> None:
         floor = limits.floor(passes * of.rows[0].numel() * 2, 0)
+        right = tensors(call())
         for changed in settings:
             if steps.passed():
                 print(f"{label}: out of time", flush=True)
                 return
             with patch.multiple(operator, **changed):
                 name = f"{label}: {', '.join(f'{k} = {v}' for k, v in changed.items())}"
+                try:
+                    pairs = zip(tensors(call()), right, strict=True)
+                    apart = max(error(a, b.double()) for a, b in pairs)
+                    torch.cuda.synchronize()
+                except (RuntimeError, triton.CompilationError) as problem:
+                    print(f"{name}: {str(problem)[:200]}", flush=True)
+                    continue
+                name += f", {apart:.1e} apart"
                 for time in timed(name, call, lambda call: milliseconds(call, 5, 20)).values():
                     print(f"{name}: {time:.4f} ms, {time / floor:.2f} of the floor", flush=True)
 
     for S_, T_, d_ in ((S, T, D), (13, 131_072, 512), (7, 131_072, 512)):
         case = Case(S_, T_, d_)
         where = f"S={S_} d={d_}"
-        stages = [{"FORWARD": setting} for setting in forward]
         if d_ == D:
             both = [{"WEIGH": choice} for choice in weigh] + [{"MIX": choice} for choice in mix]
+            both += [{"ALL_QUERIES": "twice, in slices"}, {"ALL_QUERIES": "once"}]
             one_by_one(f"{where} all queries", both, S_ + Q, case, case.all_queries)
-            one_by_one(f"{where} forward", stages, S_ + 1, case, case.plain)
-        one_by_one(f"{where} forward, add and norm", stages, S_ + 3, case, case.whole)
         for name, passes, call in (
+            ("forward", S_ + 1, case.plain),
+            ("forward, add and norm", S_ + 3, case.whole),
             ("backward", 2 * S_ + 1, case.plain_backward),
             ("backward, add and norm", 2 * S_ + 2, case.whole_backward),
             ("backward, handed on", 3 * S_ + 1, case.chained_backward),
         ):
-            right = call()[0]
-            with patch.object(operator, "RING", True):
-                apart = max(error(a, b.double()) for a, b in zip(call()[0], right, strict=True))
-            print(f"{where} {name}: rows in shared memory or in registers, {apart:.1e} apart", flush=True)
-            forms: list[dict[str, Any]] = [{"RING": True}, *({"BACKWARD": b} for b in backward)]
+            switch = "FORWARD_RING" if name.startswith("forward") else "BACKWARD_RING"
+            forms: list[dict[str, Any]] = [{switch: False}, *({switch: True, "RING": ring} for ring in rings)]
             one_by_one(f"{where} {name}", forms, passes, case, call)
 
 
