@@ -5,8 +5,8 @@
     python bench/targets.py h200 --show                     the table of what was measured before
 
 Scripts run one after the other; each measures ours and its peers in one process and merges its rows. Kernels
-are compiled before, by all scripts at once into a file of results that is thrown away (`--compiled`: they have
-been). A bar "of" a peer is a factor of that peer's time, or of another row.
+are compiled before, by all scripts at once into a file of results that is thrown away (`--compiled`: they
+have been). A bar "of" a peer is a factor of that peer's time, or of another row.
 """
 
 from __future__ import annotations
