@@ -16,8 +16,8 @@ from openk3.optim.newton_schulz import Triples
 CHUNK_ELEMENTS = 2**24
 """About the elements of X at a time: what its products hand on stays near the L2 cache, launches stay few."""
 
-WHOLE = False
-"""Whether a program takes a whole matrix where `polar_hopper` can. No card has run it yet."""
+WHOLE = True
+"""Whether a program takes a whole matrix where `polar_hopper` can."""
 FEWEST = 66
 """Matrices from which on it does: with fewer, more than half of a card would have none."""
 

@@ -23,12 +23,12 @@ WIDE = 4096
 FORWARD = {"STAGES": 6, "STAGES_WIDE": 4, "STAGES_WIDE_NORM": 3, "warps": 16, "maxnreg": 128}
 BACKWARD = {"AHEAD": 4, "AHEAD_WIDE": 3, "warps": 8}
 # Both ways with a token's rows in shared memory: columns a warp, warps a processor, rows between barriers.
-FORWARD_RING = BACKWARD_RING = False  # no card has run them yet; bench/attnres.py --variants does
+FORWARD_RING = BACKWARD_RING = True
 RING = {"columns": 512, "warps": 16, "columns_wide": 1024, "warps_wide": 8, "GROUP": 2}
 WEIGH = {"TOKENS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
 MIX = {"COLUMNS": 1024, "num_warps": 4}
 # All queries: the bank read "twice" (WEIGH, MIX), "twice, in slices" or "once" (ONCE).
-ALL_QUERIES = "twice"  # no card has run the others yet; bench/attnres.py --variants does
+ALL_QUERIES = "twice, in slices"
 ONCE = {"COLUMNS": 128, "STAGES": 3, "MIX_COLUMNS": 256, "MIX_STAGES": 4, "SLICES": 7, "num_warps": 4}
 ONCE_PROGRAMS = 2  # a processor
 

@@ -19,7 +19,7 @@ from openk3.ops.moe.kernels import entry_products as products
 
 Tensor = torch.Tensor
 
-DENSE = False  # whether the backward writes the logits' gradient down (`entry_dense`); no card has run that
+DENSE = True  # whether the backward writes the logits' gradient down (`entry_dense`)
 
 
 class Made(NamedTuple):

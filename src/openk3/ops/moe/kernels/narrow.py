@@ -146,8 +146,8 @@ BACKWARD = Slabs(rows=128, features=32, warps=8, stages=2)
 WIDEST = 256  # columns of rows that stay
 FEWEST = 256  # rows of an expert on average that pay for the packing
 # Of those in Gluon, what two warpgroups that do not march in step do (`narrow_pair`): "forward", "backward";
-# and whether the other backward takes the short form of the unit's slopes. No card has run any of it.
-PAIRS: frozenset[str] = frozenset()
+# and whether the other backward takes the short form of the unit's slopes.
+PAIRS: frozenset[str] = frozenset({"forward", "backward"})
 SHORT = False
 HOPPER = True  # the kernels in Gluon where they can be; by bench/moe_gpu.py --forms the fastest on an H200
 

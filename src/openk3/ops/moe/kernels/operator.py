@@ -50,8 +50,6 @@ def forward_rows(
     up_cap: float,
 ) -> Tensor:
     """Each row through its expert, `[R, l]` -> `[R, l]`: w2 unit(w1 x, w3 x)."""
-    if wide.suits(len(rows), w1):
-        return wide.forward(rows, offsets, w1, w3, w2, unit, gate_cap, up_cap)
     tiles = tiles_for(len(rows), len(w1))
     starts = tile_starts(offsets, tiles.height)
     hidden = product(rows, w1, w3, offsets, starts, tiles, unit, gate_cap, up_cap)

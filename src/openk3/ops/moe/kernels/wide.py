@@ -111,7 +111,7 @@ def _rows(
     tl.store(place, total.to(d_rows.dtype.element_ty), mask=(r < count)[:, None] & (c < K)[None, :])
 
 
-LEAST: int | None = None  # of both widths of an expert; None: never, no card has run these tiles
+LEAST: int | None = 512  # of both widths of an expert; None: never
 FEWEST = 256  # rows of an expert on average: from there on a tile that is not full costs little
 FORWARD = Tiles(rows=128, tail=0, features=128, depth=64, warps=8, stages=4)
 HIDDEN = Tiles(rows=128, tail=0, features=128, depth=64, warps=8, stages=4)
