@@ -1,7 +1,7 @@
 """Training of r1 on one GPU: the real run, its bare loop, its first losses beside plain PyTorch's, kernels.
 
-    python bench/train_r1.py [h200] bare [--micro 131072 65536 16384] [--random] [--forms]
-    python bench/train_r1.py [h200] run [--budget SECONDS] [--switch graphed whole pinned]
+    python bench/train_r1.py [h200] bare [--micro 131072 65536 16384] [--random]
+    python bench/train_r1.py [h200] run [--budget SECONDS]
     python bench/train_r1.py [h200] save [--random]
     python bench/train_r1.py [h200] compare [--steps 50]
     python bench/train_r1.py [h200] profile [--random]
@@ -9,8 +9,8 @@
 `run` is the recipe over 500 steps on the Python sources of this machine, with loader, optimizer, balancing,
 telemetry, evaluation and checkpoints; within a budget it goes as far as it gets, and on from there when it is
 started again. `r1_train_tokens_per_s` is tokens over wall time from step 21 to the end. Its log goes to
-bench/results/r1/. `bare` repeats forward, backward and update on resident tokens; with --forms also with each
-of `SWITCHES` on. `save` times a checkpoint's copy, pageable and pinned, and the steps beside its writing.
+bench/results/r1/. `bare` repeats forward, backward and update on resident tokens. `save` times a checkpoint's
+copy, and the steps beside its writing.
 `compare` trains from the same weights on the same tokens by kernels, by the eager forms, and by the eager
 forms in two micro-batches: the noise of another order of sums. `profile` counts the kernels of a step, and
 the time to launch them.
@@ -29,7 +29,6 @@ import statistics
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -45,8 +44,6 @@ from openk3.checkpoint.train_state import CheckpointStore
 from openk3.data import Windows
 from openk3.model.sizes import count
 from openk3.ops import dispatch
-from openk3.optim import fused
-from openk3.optim.fused import newton_schulz
 from openk3.train.config import TrainConfig
 from openk3.train.data import TrainingData, open_data
 from openk3.train.evaluate import evaluate
@@ -66,18 +63,6 @@ PUBLIC = {"public run": 28_900.0}  # tokens a second on one H200, shared figures
 PUBLIC_BARE = {"public run": 66_900.0}
 PEAK = 989e12
 FOLDER = RESULTS / "r1"
-SWITCHES = {
-    "graphed": (fused, "GRAPHED"),
-    "whole": (newton_schulz, "WHOLE"),
-    "pinned": (background, "PINNED"),
-}
-FORMS: tuple[tuple[str, ...], ...] = (("graphed",), ("whole",), ("graphed", "whole"), ())
-
-
-def switch(on: Sequence[str]) -> None:
-    """Those of `SWITCHES` on, the others off."""
-    for name, (module, constant) in SWITCHES.items():
-        setattr(module, constant, name in on)
 
 
 def settings(
@@ -158,13 +143,10 @@ def step(state: TrainState, config: TrainConfig, unread: Unread | None) -> Unrea
 def bare(arguments: argparse.Namespace) -> list[dict[str, object]]:
     found: dict[int, float] = {}
     end = time.perf_counter() + (arguments.budget or math.inf)
-    forms = FORMS if arguments.forms else (arguments.switch,)
-    for micro, form in ((micro, form) for micro in arguments.micro for form in forms):
+    for micro in arguments.micro:
         if time.perf_counter() > end:
             print(f"micro-batches of {micro}: not started, out of time")
             continue
-        switch(form)
-        print(f"with {', '.join(form) or 'no switch'}:", flush=True)
         config = settings(arguments, micro)
         try:
             state = resident(config, opened(config, arguments))
@@ -188,9 +170,8 @@ def bare(arguments: argparse.Namespace) -> list[dict[str, object]]:
                 f"a step, {before / 2**30:.1f} GiB before, {peak / 2**30:.1f} GiB at the peak",
                 flush=True,
             )
-            if not form:
-                found[micro] = rate
-                merge(best_bare(arguments, found), arguments.device)
+            found[micro] = rate
+            merge(best_bare(arguments, found), arguments.device)
         except Exception:  # noqa: BLE001  (the next size is worth its time)
             print(f"micro-batches of {micro} failed:")
             traceback.print_exc()
@@ -213,15 +194,15 @@ def save(arguments: argparse.Namespace) -> list[dict[str, object]]:
     state, unread = resident(config, opened(config, arguments)), None
     for _ in range(4):
         unread = step(state, config, unread)
-    for form, times in (((), 2), (("pinned",), 3)):
-        switch(form)
-        for _ in range(times):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            copied = background._copied(state.tree())
-            took = time.perf_counter() - began
-            del copied
-            print(f"copied to the host in {took:.2f} s, {', '.join(form) or 'pageable'}", flush=True)
+    for _ in range(2):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        kept = background._Kept(state.tree())
+        torch.cuda.synchronize()
+        copied = time.perf_counter()
+        kept.on_the_host()
+        fetched = time.perf_counter() - copied
+        print(f"copied in {copied - began:.3f} s, to the host in {fetched:.2f} s", flush=True)
     folder = arguments.cache / "one-save"
     shutil.rmtree(folder, ignore_errors=True)
     with background.BackgroundSaves(CheckpointStore(folder)) as saves:
@@ -383,8 +364,6 @@ def main() -> None:
     works = {"bare": bare, "run": real, "save": save, "compare": compare, "profile": profile}
     parser.add_argument("work", choices=works)
     parser.add_argument("--micro", type=int, nargs="+", default=[STEP_TOKENS], help="tokens of a micro-batch")
-    parser.add_argument("--switch", nargs="*", default=[], choices=SWITCHES, help="on in all of this")
-    parser.add_argument("--forms", action="store_true", help="`bare` with one switch after the other")
     parser.add_argument("--random", action="store_true", help="random tokens, no corpus")
     parser.add_argument("--vocabulary", type=Path, default=Path("cache/vocab/tiktoken.model"))
     parser.add_argument("--cache", type=Path, default=Path("/tmp/openk3"), help="folder of corpora and runs")
@@ -402,7 +381,6 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("needs a CUDA device: nothing measured")
         return
-    switch(arguments.switch)
     if rows := works[arguments.work](arguments):
         print(json.dumps(rows, indent=1))
         merge(rows, arguments.device)

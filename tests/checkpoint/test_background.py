@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from openk3.checkpoint import background
 from openk3.checkpoint.background import BackgroundSaves
 from openk3.checkpoint.train_state import CheckpointStore
 from openk3.errors import StorageError
@@ -104,32 +103,6 @@ def test_an_exception_does_not_cost_the_checkpoint_being_written(store):
     with pytest.raises(KeyboardInterrupt):
         save_and_raise(store, 1, KeyboardInterrupt())
     assert store.steps() == [1]
-
-
-def test_memory_is_got_beside_the_steps_and_what_went_wrong_is_told(store, monkeypatch):
-    monkeypatch.setattr(background, "PINNED", True)
-    asked = []
-    room_for = background._room_for
-
-    def refused(tensor: torch.Tensor) -> torch.Tensor:
-        asked.append(threading.current_thread().name)
-        if len(asked) > 2:
-            raise StorageError("no memory")
-        return room_for(tensor)
-
-    monkeypatch.setattr(background, "_room_for", refused)
-    store.may_write.set()
-    with BackgroundSaves(store) as saves:
-        saves.prepare(state())
-        saves.settle()
-        with pytest.raises(StorageError, match="no memory"):
-            saves.check()
-        assert len(asked) == 3
-        assert all(name.startswith("openk3-checkpoint") for name in asked)
-        monkeypatch.setattr(background, "_room_for", room_for)
-        saves.prepare(state())
-        saves.save(1, state(), config={})
-    assert torch.equal(store.load(1)["model"]["view"], state()["model"]["view"])
 
 
 def save_and_raise(store: CheckpointStore, step: int, error: BaseException) -> None:

@@ -293,30 +293,6 @@ def test_a_graph_repeats_the_step():
     assert [key for key in results[0] if not torch.equal(results[0][key], results[1][key])] == []
 
 
-def test_an_optimizer_with_a_graph_takes_the_same_steps():
-    """Gradients that are elsewhere each time, absent or zero ones, a skipped step, a state loaded between."""
-    model, results = MODELS["sizes of r1"], []
-    for graphed in (False, True):
-        named = on_gpu(model)
-        optimizer = Optimizer(named.items(), OptimConfig(), model, implementation="triton", graphed=graphed)
-        kept = []
-        for step in range(7):
-            draw_gradients(named, step)
-            kept += [p.grad for p in named.values()]  # so that no address comes twice
-            if step in (0, 4):
-                named["norm.weight"].grad = None
-            scale = torch.tensor(0.0 if step == 3 else 0.3 + step, device="cuda", dtype=torch.float64)
-            optimizer.step(0.01 / (1 + step), scale)
-            if step == 4:
-                saved = {
-                    n: {e: t.clone() for e, t in own.items()} for n, own in optimizer.state_dict().items()
-                }
-                optimizer.step(0.5, scale)
-                optimizer.load_state_dict(saved)
-        results.append(everything(named, optimizer))
-    assert [key for key in results[0] if not torch.equal(results[0][key], results[1][key])] == []
-
-
 def test_elements_beyond_32_bits():
     """The last experts of 2.2e9 elements move as they do alone, and so does what is far into a table."""
     experts, last = 20_224, 4

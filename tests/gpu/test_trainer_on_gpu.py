@@ -18,7 +18,6 @@ from openk3.checkpoint import background
 from openk3.checkpoint.jsonl import read_jsonl
 from openk3.checkpoint.train_state import CheckpointStore
 from openk3.data import Windows
-from openk3.optim import fused
 from openk3.train.config import TrainConfig
 from openk3.train.data import TrainingData
 from openk3.train.loop import run
@@ -160,10 +159,11 @@ def test_rows_and_weights_are_those_of_reading_each_step_at_once(tmp_path):
     assert 0 < late.guard.skipped < 8
 
 
-@pytest.mark.parametrize("switched", [(), ("pinned",), ("graphed",)])
-def test_a_run_that_stopped_when_its_time_was_up_goes_on_as_if_it_had_not(tmp_path, monkeypatch, switched):
-    monkeypatch.setattr(background, "PINNED", "pinned" in switched)
-    monkeypatch.setattr(fused, "GRAPHED", "graphed" in switched)
+@pytest.mark.parametrize("room_on_the_card", [True, False])
+def test_a_run_that_stopped_when_its_time_was_up_goes_on_as_if_it_had_not(
+    tmp_path, monkeypatch, room_on_the_card
+):
+    monkeypatch.setattr(background, "_has_room", lambda device, size: room_on_the_card)
     settings = config(checkpoint={"every": 3})
     run(settings, tmp_path / "whole", data=data(settings))
     while True:

@@ -1,11 +1,12 @@
 """Checkpoints that are written while training goes on.
 
-What is saved is first copied into host memory, during which the caller waits; a thread then publishes the
-copy through the store, in the same order of steps as ever. So the host needs room for one state beside what
-it has, and a kill loses what was being written but never the last published checkpoint.
+What is saved is first copied, during which the caller waits; a thread then publishes the copy through the
+store, in the same order of steps as ever. A kill loses what was being written but never the last published
+checkpoint.
 
-From a GPU a copy into pinned memory goes at the speed of the bus, but such memory takes long to get. With
-`PINNED` the thread gets it before the first save, and keeps it. Each tensor has room for a power of two.
+The copy of a GPU's tensors stays on the card where that has room for it, which takes milliseconds; the thread
+brings it to the host on a stream of its own, beside the steps. Without such room the caller waits for the
+copy to the host. The host needs room for one state in any case.
 
 The thread is our own, where torch has `async_save`: what that writes is not published yet. Hashes, the rename
 and the removal of old checkpoints come behind it, and they would stop training too.
@@ -23,8 +24,8 @@ import torch
 from openk3.checkpoint.train_state import CheckpointStore
 from openk3.errors import OpenK3Error
 
-PINNED = False
-"""Whether tensors of a GPU are copied into pinned memory."""
+SPARE = 2 << 30
+"""Bytes of a card that a copy leaves free, beyond the most that was in use."""
 
 
 class BackgroundSaves:
@@ -39,12 +40,6 @@ class BackgroundSaves:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="openk3-checkpoint")
         self._working: Future[Any] | None = None
 
-    def prepare(self, state: Mapping[str, Any]) -> None:
-        """Get the memory that saves of such a state will need, while the caller goes on."""
-        if PINNED:
-            self.finish()
-            self._working = self._thread.submit(_mapped, state, _room_for)
-
     def save(self, step: int, state: Mapping[str, Any], *, config: Mapping[str, Any]) -> None:
         """Begin what `CheckpointStore.save` does, once the save before has ended; `state` may change after.
 
@@ -52,7 +47,8 @@ class BackgroundSaves:
             StorageError, InvalidInput: the save before failed.
         """
         self.finish()
-        self._working = self._thread.submit(self._store.save, step, _copied(state), config=config)
+        kept = _Kept(state)
+        self._working = self._thread.submit(lambda: self._store.save(step, kept.on_the_host(), config=config))
 
     def check(self) -> None:
         """Raise what the last save raised, if it has ended; never waits."""
@@ -86,26 +82,55 @@ class BackgroundSaves:
             self._thread.shutdown()
 
 
-def _copied(state: Mapping[str, Any]) -> Any:
-    """A tree that nothing else holds: tensors in host memory, containers of values anew."""
-    devices: set[torch.device] = set()
+class _Kept:
+    """A tree that nothing else holds: copies of tensors, containers of values anew."""
 
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        room = _room_for(tensor)
-        room.copy_(tensor.detach(), non_blocking=True)
-        if tensor.is_cuda:
-            devices.add(tensor.device)
-        return room
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        sizes: dict[torch.device, int] = {}
 
-    tree = _mapped(state, copy)
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
-    return tree
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_cuda:
+                sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nbytes
+            return tensor
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.detach()
+            return tensor.clone() if tensor.device in self._copied or tensor.is_cpu else tensor.cpu()
+
+        _mapped(state, count)
+        self._copied: dict[torch.device, torch.cuda.Event] = {
+            device: torch.cuda.Event()  # type: ignore[no-untyped-call]
+            for device, size in sizes.items()
+            if _has_room(device, size)
+        }
+        self._tree = _mapped(state, copy)
+        for device, event in self._copied.items():
+            event.record(torch.cuda.current_stream(device))
+
+    def on_the_host(self) -> Any:
+        """The tree in host memory; once, since what lay on a card is let go."""
+        streams = {
+            device: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for device in self._copied
+        }
+        for device, stream in streams.items():
+            stream.wait_event(self._copied[device])
+
+        def fetched(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device not in streams:
+                return tensor
+            with torch.cuda.stream(streams[tensor.device]):
+                return tensor.cpu()  # waits for its own stream alone
+
+        tree, self._tree = _mapped(self._tree, fetched), None
+        return tree
 
 
-def _room_for(tensor: torch.Tensor) -> torch.Tensor:
-    """In host memory. What was pinned and is gone stays pinned, and is found again by what comes next."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=PINNED and tensor.is_cuda)
+def _has_room(device: torch.device, size: int) -> bool:
+    """Whether the card can hold `size` bytes beside the most that torch had in use, and what others use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    ours = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return free + ours >= size + size // 16 + SPARE
 
 
 def _mapped(node: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> Any:

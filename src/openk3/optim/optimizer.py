@@ -43,7 +43,6 @@ class Optimizer:
         model: for the sizes of heads.
         implementation: force "eager" or "triton" (fp32 masters, all on one device); by default the kernels on
             a GPU that has checked them.
-        graphed: repeat the kernels' launches as one CUDA graph; by default `openk3.optim.fused.GRAPHED`.
 
     Raises:
         InvalidInput: a parameter matches no row of `openk3.optim.rules`, or several, or has other rows than
@@ -58,7 +57,6 @@ class Optimizer:
         model: ModelConfig,
         *,
         implementation: Literal["eager", "triton"] | None = None,
-        graphed: bool | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -73,12 +71,9 @@ class Optimizer:
         if _fuses(slots, implementation):
             from openk3.optim.fused.adamw import FusedAdamW
             from openk3.optim.fused.muon import FusedMuon
-            from openk3.optim.fused.replay import Replay
 
             self._fused = FusedMuon(matrices, config), FusedAdamW(others, config)
-            repeats = slots[0].master.is_cuda and (fused.GRAPHED if graphed is None else graphed)
-            launch = _all_of(self._fused)
-            self._launch = Replay(launch) if repeats else launch
+            self._launch = _all_of(self._fused)
         else:
             self._eager = Muon(matrices, config), AdamW(others, config)
         muon, adamw = self._fused or self._eager  # type: ignore[misc]

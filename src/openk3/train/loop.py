@@ -109,7 +109,6 @@ def _run(
         state.feed,
         BackgroundSaves(store) as saves,
     ):
-        saves.prepare(state.tree())
         progress.begins(state.step, steps)
         for note in data.notes:
             progress.notes(note)

@@ -16,9 +16,6 @@ from openk3.ops.dispatch import Kernel
 from openk3.optim.fused.tables import ALIGNMENT
 from openk3.optim.slots import Slot
 
-GRAPHED = False
-"""Whether an optimizer repeats its launches as a CUDA graph where it is not told. No card has run so."""
-
 KERNELS = (Kernel("Optimizer.step", takes="fp32 masters on one device", checked_on="H200 (sm_90)"),)
 
 
