@@ -300,11 +300,6 @@ def pieces(limits: Ceilings, size: tuple[int, ...]) -> dict[str, tuple[float, Ca
         }
     if min(width, F) >= 512:
         made |= {
-            "wide: gate and up": (
-                made["gate and up"][0],
-                lambda: grouped(w1, w3, rows, "situ", wide.FORWARD),
-            ),
-            "wide: down": (made["down"][0], lambda: grouped(w2, w2, hidden, "", wide.FORWARD)),
             "wide: hidden gradients": (
                 made["hidden gradients"][0],
                 lambda: wide.hidden_gradients(
@@ -333,9 +328,7 @@ def forms(shape: str) -> None:
         "r1": {
             "by product": [(narrow, "FEWEST", 1 << 30)],
             "rows stay": [(narrow, "HOPPER", False)],
-            "rows stay, in Gluon": [(narrow, "PAIRS", frozenset()), (narrow, "SHORT", False)],
-            "rows stay, in Gluon, short slopes": [(narrow, "PAIRS", frozenset()), (narrow, "SHORT", True)],
-            "rows stay, in Gluon, out of step": [(narrow, "PAIRS", frozenset(("forward", "backward")))],
+            "rows stay, in Gluon": [],
         },
         "1b": {
             "by product": [(wide, "LEAST", None)],
@@ -391,10 +384,7 @@ def try_variants(limits: Ceilings, steps: Steps, shape: str) -> None:
     attempts: dict[tuple[int, ...], list[tuple[str, Any, str, list[Any]]]] = {
         R1: [
             ("rows stay, forward", narrow, "FORWARD", slabs),
-            ("rows stay, forward", narrow, "PAIRS", [frozenset(), frozenset(("forward",))]),
             ("rows stay, backward", narrow, "BACKWARD", one_slab),
-            ("rows stay, backward", narrow, "SHORT", [False, True]),
-            ("rows stay, backward", narrow, "PAIRS", [frozenset(("backward",))]),
             ("weight gradients, gate and up", gradients, "TWO_WEIGHTS", blocks),
             ("weight gradients, down", gradients, "ONE_WEIGHT", blocks),
         ],
@@ -407,8 +397,6 @@ def try_variants(limits: Ceilings, steps: Steps, shape: str) -> None:
         tiles = products.Tiles
         attempts = {
             ONE_B: [
-                ("wide: gate and up", wide, "FORWARD", [wide.FORWARD, tiles(256, 0, 64, 64, 8, 4)]),
-                ("wide: down", wide, "FORWARD", [wide.FORWARD, tiles(256, 0, 64, 64, 8, 4)]),
                 ("wide: hidden gradients", wide, "HIDDEN", [wide.HIDDEN, tiles(128, 0, 128, 64, 8, 3)]),
                 ("wide: row gradients", wide, "ROWS", [wide.ROWS, tiles(256, 0, 128, 64, 8, 4)]),
                 ("weight gradients, gate and up", gradients, "TWO_WEIGHTS", blocks),

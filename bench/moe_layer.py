@@ -3,7 +3,6 @@
     PYTHONPATH=src python bench/moe_layer.py [h200]              correct first, then rows
     PYTHONPATH=src python bench/moe_layer.py [h200] --pieces     each piece, its floor, its peers; not merged
     PYTHONPATH=src python bench/moe_layer.py [h200] --variants   block sizes of the entry's products
-    PYTHONPATH=src python bench/moe_layer.py [h200] --forms      forms of the entry's kernels: right first
 
 The entry is the router and the latent projection with all that the logits are read for; its peer is the same
 in torch, with fp32 logits by an fp32 product. The layer is run with the entry's kernels, with shared experts
@@ -286,57 +285,18 @@ def time_layer(limits: Ceilings, T: int) -> tuple[float, dict[str, float], float
 
 def try_variants(steps: Steps) -> None:
     x, router, down, bias = draw(STEP)
-    logits, latent = products.forward(x, router, down)
-    made = choice.decide(logits, bias, None, K, 1.0, True, True, BINS)
-    calls = {
-        "FORWARD": lambda: products.forward(x, router, down),
-        "INPUT": lambda: products.input_gradient(made.ids, made.scores, router, latent, down),
-        "WEIGHTS": lambda: products.weight_gradients(made.ids, made.scores, latent, x, E),
-    }
-    sizes = {
-        "FORWARD": ((128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 256, 64, 4, 3)),
-        "INPUT": ((128, 128, 64, 4, 3), (128, 128, 32, 8, 3), (64, 128, 32, 4, 3), (128, 64, 64, 4, 3)),
-        "WEIGHTS": ((64, 128, 64, 4, 3), (128, 128, 32, 4, 3), (128, 128, 64, 8, 3), (64, 128, 64, 4, 2)),
-    }
-    for name, variants in sizes.items():
-        for size in variants:
-            if steps.passed():
-                print(f"{name} {size}: out of time", flush=True)
-                break
-            with patch.object(products, name, products.Blocks(*size)):
-                print(f"{name} {size}: {attempt(name, calls[name])} ms", flush=True)
+    logits, _ = products.forward(x, router, down)
+    for size in ((128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 256, 64, 4, 3)):
+        if steps.passed():
+            print(f"forward {size}: out of time", flush=True)
+            break
+        with patch.object(products, "FORWARD", products.Blocks(*size)):
+            time = attempt("forward", lambda: products.forward(x, router, down))
+            print(f"forward {size}: {time} ms", flush=True)
     for size, warps in ((4096, 8), (8192, 8), (4096, 4), (2048, 4), (1024, 1)):
         with patch.dict(choice.DECIDE, {"SIZE": size, "num_warps": warps}):
             run = lambda: choice.decide(logits, bias, None, K, 1.0, True, True, BINS)  # noqa: E731
             print(f"decide {size} {warps}: {attempt('decide', run)} ms", flush=True)
-
-
-def try_forms(steps: Steps) -> None:
-    """The choice by turns, and the backward with the logits' gradient in memory, alone and together."""
-    from openk3.ops.moe.kernels import choice_turns
-    from openk3.ops.moe.kernels import entry as kernels
-
-    inputs = draw(STEP)
-    logits, latent = products.forward(*inputs[:3])
-    made = choice.decide(logits, inputs[3], None, K, 1.0, True, True, BINS)
-    with patch.object(choice, "TURNS", True):
-        again = choice.decide(logits, inputs[3], None, K, 1.0, True, True, BINS)
-    same = {name: torch.equal(getattr(made, name), getattr(again, name)) for name in made._fields}
-    print("by turns, the same bits:", same, flush=True)
-    rest = (logits, inputs[3], None, K, 1.0, True, True)
-    for turn in (0, 2048, 1024, 512):
-        with patch.object(choice, "TURNS", turn > 0), patch.object(choice_turns, "TURN", turn):
-            times = [attempt("decide", lambda bins=bins: choice.decide(*rest, bins)) for bins in (BINS, 0)]  # type: ignore[misc]
-            print(f"decide, {turn or 'no'} logits a turn: {times[0]} ms, without bins {times[1]}", flush=True)
-    backward = (inputs[0], inputs[1], inputs[2], made.ids, made.scores, latent, made.scores, 1.0, True)
-    for turns, dense in ((False, False), (True, False), (False, True), (True, True)):
-        with patch.object(choice, "TURNS", turns), patch.object(kernels, "DENSE", dense):
-            steps.check(f"by turns {turns}, in memory {dense}", lambda: check(5000))
-            gradient = attempt("backward", lambda: torch.ops.openk3.route_and_project_backward(*backward))
-            time = attempt("entry", both_ways(inputs, "triton"))
-            print(
-                f"by turns {turns}, in memory {dense}: entry {time} ms, its backward {gradient}", flush=True
-            )
 
 
 def entry_row(limits: Ceilings, steps: Steps, T: int) -> None:
@@ -361,7 +321,6 @@ def main() -> int:
     parser.add_argument("device", nargs="?", default="h200", help="names the file of results")
     parser.add_argument("--pieces", action="store_true", help="each piece, its floor, its peers instead")
     parser.add_argument("--variants", action="store_true", help="try block sizes instead")
-    parser.add_argument("--forms", action="store_true", help="check and time the entry's forms instead")
     add_options(parser)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -371,8 +330,6 @@ def main() -> int:
     steps = Steps(None if options.ours_alone else options.device, options.budget)
     for T in (5000, 77):
         steps.check(f"errors of {T} tokens", lambda T=T: check(T))  # type: ignore[misc]
-    if options.forms:
-        steps("forms", lambda: try_forms(steps))
         return steps.status()
     limits = ceilings()
     if options.variants:

@@ -1,16 +1,13 @@
 """MFU of training `1b`, a K3 with 1.05B active parameters, on one GPU: row `train_mfu_1b`.
 
-    python bench/train_mfu.py [h200] bare [--micro 32768 65536 16384] [--forms now both] [--budget SECONDS]
-    python bench/train_mfu.py [h200] profile [--micro 32768] [--accumulation 2] [--forms now]
+    python bench/train_mfu.py [h200] bare [--micro 32768 65536 16384] [--budget SECONDS]
+    python bench/train_mfu.py [h200] profile [--micro 32768] [--accumulation 2]
 
 `bare` takes whole steps of the recipe, 524,288 tokens each: forward and backward of every micro-batch,
 clipping, Muon and AdamW, balancing, telemetry read one step late. Sizes of micro-batches are tried in turn on
-the same weights, each in every form. One that does not fit is said and left out, a smaller one than the best
+the same weights. One that does not fit is said and left out, a smaller one than the best
 is not tried, and none begins after `--budget` seconds. With `--accumulation` steps are shorter and nothing is
-merged: to compare forms. `profile` prints the parts of a step beside their floors, as `openk3 profile` does.
-
-Forms: `wide` has larger tiles for experts (openk3.ops.moe.kernels.wide), `apart` makes the latent projection
-a product of its own (openk3.ops.moe.entry), `both` does both.
+merged. `profile` prints the parts of a step beside their floors, as `openk3 profile` does.
 
 Tokens are random and resident, in documents of the lengths of source files, packed to 4,096. MFU is the FLOPs
 of openk3.train.flops (recompute and element-wise work count nothing) over the seconds of these steps and 989
@@ -22,16 +19,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import math
 import os
 import re
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -44,8 +38,6 @@ from openk3.data import Loader, Windows
 from openk3.model import K3
 from openk3.model.init import table
 from openk3.model.sizes import count
-from openk3.ops.moe import entry
-from openk3.ops.moe.kernels import wide
 from openk3.train.config import TrainConfig
 from openk3.train.data import TrainingData
 from openk3.train.feed import Fed, Feed
@@ -57,13 +49,6 @@ from openk3.train.reduce import OneProcess
 from openk3.train.state import TrainState
 from openk3.train.step import Unread, launch, read, update
 
-APART, LARGE = (entry, "APART", 512), (wide, "LEAST", 512)
-FORMS: dict[str, tuple[tuple[Any, str, int], ...]] = {
-    "now": (),
-    "wide": (LARGE,),
-    "apart": (APART,),
-    "both": (LARGE, APART),
-}
 WARM = 1  # steps before the clock starts: compilation, moments, the allocator's first segments
 
 
@@ -142,14 +127,6 @@ def measure(state: TrainState, config: TrainConfig, number: int) -> tuple[float,
     return mfu, shape
 
 
-def using(form: str) -> ExitStack:
-    """A context in which that form runs."""
-    stack = ExitStack()
-    for change in FORMS[form]:
-        stack.enter_context(patch.object(*change))
-    return stack
-
-
 def attempt(state: TrainState, config: TrainConfig, number: int) -> tuple[float, str]:
     """`measure`, or an MFU of 0 where a micro-batch does not fit."""
     found = 0.0, ""
@@ -170,8 +147,8 @@ def bare(arguments: argparse.Namespace) -> int:
     state = fresh(config, made(config))
     print(f"weights and moments: {time.perf_counter() - began:.1f} s", flush=True)
     best, largest = 0.0, 0
-    for micro, form in itertools.product(arguments.micro, arguments.forms):
-        name = f"micro-batches of {micro}, {form}"
+    for micro in arguments.micro:
+        name = f"micro-batches of {micro}"
         if micro < largest:
             continue
         if time.monotonic() > end:
@@ -179,13 +156,12 @@ def bare(arguments: argparse.Namespace) -> int:
             continue
         print(f"{name}:", flush=True)
         config = settings(arguments.recipe, micro, arguments.accumulation)
-        with using(form):
-            mfu, shape = attempt(state, config, arguments.repeat)
+        mfu, shape = attempt(state, config, arguments.repeat)
         if mfu:
             largest = max(largest, micro)
         if mfu > best:
             best = mfu
-            found = row("train_mfu_1b", mfu, "share", "higher", shape=f"{shape}; form: {form}")
+            found = row("train_mfu_1b", mfu, "share", "higher", shape=shape)
             print(json.dumps(found), flush=True)
             if arguments.recipe == "1b" and not arguments.accumulation and not arguments.ours_alone:
                 merge([found], arguments.device)
@@ -197,8 +173,7 @@ def parts(arguments: argparse.Namespace) -> int:
     from openk3.cli.profile import app
 
     config = settings(arguments.recipe, arguments.micro[0], arguments.accumulation or 2)
-    with using(arguments.forms[0]):
-        found = profile(config, arguments.recipe, steps=1)
+    found = profile(config, arguments.recipe, steps=1)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     save(found, arguments.json)
     app([str(arguments.json), "--pieces", str(arguments.top)], standalone_mode=False)
@@ -217,9 +192,6 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=120, help="seconds after which no size begins")
     parser.add_argument(
         "--accumulation", type=int, help="micro-batches of a step; the recipe's, or 2 (profile)"
-    )
-    parser.add_argument(
-        "--forms", choices=FORMS, nargs="+", default=["now"], help="`profile` takes the first"
     )
     parser.add_argument("--top", type=int, default=40, help="kernels that `profile` lists")
     parser.add_argument("--json", type=Path, default=Path("/tmp/openk3/1b-step.json"), help="of `profile`")

@@ -76,24 +76,13 @@ def test_one_expert_with_all_tokens(rows):
     assert_right(torch.full((rows, 1), 3, device="cuda"), case(rows, 1, 6, 128, 192))
 
 
-@pytest.fixture(
-    params=[
-        "by product",
-        "rows stay",
-        "rows stay, Gluon",
-        "rows stay, Gluon, short",
-        "rows stay, Gluon, out of step",
-    ]
-)
+@pytest.fixture(params=["by product", "rows stay", "rows stay, Gluon"])
 def form(request, monkeypatch):
     """Each form of the products, whatever would be chosen."""
     from openk3.ops.moe.kernels import narrow
 
     monkeypatch.setattr(narrow, "suits", lambda rows, w1: request.param != "by product")
     monkeypatch.setattr(narrow, "HOPPER", "Gluon" in request.param)
-    pairs = {"forward", "backward"} if "out of step" in request.param else ()
-    monkeypatch.setattr(narrow, "PAIRS", frozenset(pairs))
-    monkeypatch.setattr(narrow, "SHORT", "short" in request.param)
 
 
 # The first has r1's widths, the next other widths of the backward in Gluon, then F and l that fill no slab.

@@ -40,15 +40,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=["as it is", "by turns", "in memory"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each form of the choice and of the backward, whatever would be taken."""
-    from openk3.ops.moe.kernels import choice, entry
-
-    monkeypatch.setattr(choice, "TURNS", request.param == "by turns")
-    monkeypatch.setattr(entry, "DENSE", request.param == "in memory")
-
-
 def draw(T: int, d: int, E: int, width: int | None, seed: int = 0) -> list[Any]:
     """x, router, down, bias."""
     make = torch.Generator("cuda").manual_seed(seed)
@@ -99,17 +90,7 @@ def assert_right(inputs: list[Any], k: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.usefixtures("form")
 def test_outputs_and_gradients_are_those_of_the_equations(shape):
-    T, d, E, width, k = SHAPES[shape]
-    assert_right(draw(T, d, E, width), k)
-
-
-@pytest.mark.parametrize("shape", ["r1", "K3's widths", "ragged tiles", "no token"])
-def test_a_latent_projected_by_itself_is_right(shape, monkeypatch):
-    from openk3.ops.moe import entry
-
-    monkeypatch.setattr(entry, "APART", 0)
     T, d, E, width, k = SHAPES[shape]
     assert_right(draw(T, d, E, width), k)
 
@@ -122,7 +103,6 @@ def test_any_shape_is_right(seed):
     assert_right(draw(pick(0, 700), 8 * pick(1, 80), E, 8 * pick(1, 60), seed), pick(1, min(E, 20) + 1))
 
 
-@pytest.mark.usefixtures("form")
 def test_the_gradient_of_the_router_keeps_more_digits_than_bf16():
     """Of one token and one expert dW_r = d logit x: in two terms, it is rounded once, at the end."""
     inputs = draw(64, 512, 256, 256)
@@ -134,7 +114,6 @@ def test_the_gradient_of_the_router_keeps_more_digits_than_bf16():
 
 @pytest.mark.parametrize("shape", ["r1", "K3's widths", "ragged tiles", "every expert"])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.usefixtures("form")
 def test_the_choice_is_the_equations_where_it_is_clear_and_counts_are_of_the_choice(shape, masked):
     T, d, E, width, k = SHAPES[shape]
     near = 1e-6 * max(1, d / 1024)  # logits are sums of d products in fp32
@@ -164,25 +143,6 @@ def test_the_choice_is_the_equations_where_it_is_clear_and_counts_are_of_the_cho
         assert torch.equal(getattr(made, name).cpu(), getattr(sorted_, name)), name
 
 
-@pytest.mark.parametrize("shape", ["r1", "K3's widths", "ragged tiles", "every expert"])
-@pytest.mark.parametrize(("masked", "bins"), [(False, 0), (True, 500)])
-def test_deciding_by_turns_gives_the_same_bits(shape, masked, bins, monkeypatch):
-    from openk3.ops.moe.kernels import choice
-
-    T, _, E, _, k = SHAPES[shape]
-    logits = torch.randn(T, E, device="cuda") * 3
-    logits[: T // 2] = logits[: T // 2].round()  # ties
-    logits[0, 1], logits[1, 2] = torch.nan, torch.inf
-    bias = torch.randn(E, device="cuda") / 16
-    mask = torch.rand(T, device="cuda") < 0.7 if masked else None
-    wanted = choice.decide(logits, bias, mask, k, 2.5, True, True, bins)
-    monkeypatch.setattr(choice, "TURNS", True)
-    made = choice.decide(logits, bias, mask, k, 2.5, True, True, bins)
-    for a, b in zip(made, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.usefixtures("form")
 def test_equal_scores_fall_to_the_lower_expert():
     x, router, down, _ = draw(500, 64, 40, 32)
     routing = run(
@@ -191,7 +151,6 @@ def test_equal_scores_fall_to_the_lower_expert():
     assert (routing.ids == torch.arange(5, device="cuda")).all()
 
 
-@pytest.mark.usefixtures("form")
 def test_an_earlier_decision_is_taken_with_the_same_bits():
     inputs = draw(3000, 512, 256, 256)
     first = run(inputs, 6)
@@ -202,7 +161,6 @@ def test_an_earlier_decision_is_taken_with_the_same_bits():
     assert all(map(torch.equal, mine(inputs, 6), mine(inputs, 6, chosen=decision)))
 
 
-@pytest.mark.usefixtures("form")
 def test_equal_calls_give_equal_bits_and_never_wait():
     inputs = draw(5000, 512, 256, 256)
     options = {"counted": Counted(torch.rand(5000, device="cuda") < 0.7, 1000)}
@@ -218,7 +176,6 @@ def test_equal_calls_give_equal_bits_and_never_wait():
         assert all(map(torch.equal, first, other))
 
 
-@pytest.mark.usefixtures("form")
 def test_a_graph_replays_other_rows():
     inputs, other = draw(700, 128, 32, 64), draw(700, 128, 32, 64, seed=1)
 
@@ -238,7 +195,6 @@ def test_a_graph_replays_other_rows():
         assert all(map(torch.equal, out, forward()))
 
 
-@pytest.mark.usefixtures("form")
 def test_compiled_without_a_break():
     inputs = draw(400, 128, 32, 64)
 

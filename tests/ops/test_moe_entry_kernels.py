@@ -31,9 +31,6 @@ def _small_tiles():
     one = {"depth": 8, "warps": 1, "stages": 1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(entry_products, "FORWARD", entry_products.Blocks(rows=16, columns=8, **one))
-        patch.setattr(entry_products, "INPUT", entry_products.Blocks(rows=16, columns=16, **one))
-        patch.setattr(entry_products, "WEIGHTS", entry_products.Blocks(rows=8, columns=16, **one))
-        patch.setattr(entry_products, "PROGRAMS", 12)
         patch.setattr(choice, "DECIDE", {"SIZE": 256, "ASSIGNMENTS": 32, "num_warps": 1})
         yield
 
@@ -107,40 +104,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("scale", "renormalize"), [(1.0, True), (2.5, True), (2.5, False)])
-def test_choice_outputs_and_gradients_are_those_of_the_equations_in_float64(
-    shape, scale, renormalize, dense, monkeypatch
-):
-    from openk3.ops.moe.kernels import entry
-
-    monkeypatch.setattr(entry, "DENSE", dense)
+def test_choice_outputs_and_gradients_are_those_of_the_equations_in_float64(shape, scale, renormalize):
     T, d, E, width, k = SHAPES[shape]
     inputs = draw(T, d, E, width)
     routing = assert_right(inputs, k, scale, renormalize)
     assert_chosen_as_equations(inputs, routing, k)
-
-
-@pytest.mark.parametrize(("width", "called"), [(16, 1), (8, 0)])
-def test_a_wide_latent_is_a_product_of_its_own(width, called, monkeypatch):
-    """With the same routes, weights and gradients, for a new choice and for an earlier one."""
-    from openk3.ops.moe import entry
-
-    inputs, products = draw(40, 24, 20, width), []
-    monkeypatch.setattr(entry, "APART", 16)
-    monkeypatch.setattr(
-        entry.F, "linear", lambda x, w, linear=F.linear: products.append(w.shape) or linear(x, w)
-    )
-    made = run(inputs, 3, counted=Counted(None, 7))
-    assert products == [(width, 24)] * called
-    monkeypatch.setattr(entry, "APART", None)
-    together = run(inputs, 3, counted=Counted(None, 7))
-    assert torch.equal(made.routing.ids, together.routing.ids)
-    assert torch.equal(made.load, together.load) and torch.equal(made.histogram, together.histogram)
-    monkeypatch.setattr(entry, "APART", 16)
-    routing = assert_right(inputs, 3)
-    assert_right(inputs, 3, chosen=(routing.ids, routing.cutoff))
 
 
 @settings(max_examples=5, deadline=None)
@@ -152,7 +122,7 @@ def test_any_sizes(T, depth, E, widths, k):
 
 
 def test_two_terms_of_bf16_are_the_gradient_of_the_logits():
-    from openk3.ops.moe.kernels.entry_dense import spread
+    from openk3.ops.moe.kernels.entry_gradients import spread
 
     ids = torch.stack([torch.randperm(12)[:3] for _ in range(40)])
     values = torch.randn(40, 3)
@@ -164,11 +134,7 @@ def test_two_terms_of_bf16_are_the_gradient_of_the_logits():
     assert high.count_nonzero() == 120 and (latent == 3).all()
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_no_token(dense, monkeypatch):
-    from openk3.ops.moe.kernels import entry
-
-    monkeypatch.setattr(entry, "DENSE", dense)
+def test_no_token():
     inputs = draw(0, 8, 5, 8)
     (latent, weights, *gradients), _ = with_gradients(
         lambda leaves: (lambda e: (e.latent, e.routing.weights, e.routing))(run(leaves, 2)), inputs
@@ -193,32 +159,6 @@ def test_saturated_scores_have_finite_weights_and_gradients():
         [x * 100, router * 10, down, bias],
     )
     assert all(part.isfinite().all() for part in actual)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("masked", "bins"), [(False, 0), (True, 40)])
-def test_deciding_by_turns_gives_the_same_bits(shape, masked, bins, monkeypatch):
-    """But for values on the border of a bin: the interpreter rounds once more in a fused product and sum."""
-    from openk3.ops.moe.kernels import choice, choice_turns
-
-    T, d, E, width, k = SHAPES[shape]
-    x, router, _, bias = draw(T, d, E, width)
-    logits = x @ router.T
-    logits[0, 0] = torch.nan
-    logits[-1] = logits[-1, 0]  # ties
-    mask = torch.arange(T) % 3 > 0 if masked else None
-    wanted = choice.decide(logits, bias, mask, k, 2.5, True, True, bins)
-    monkeypatch.setattr(choice, "TURNS", True)
-    for turn in (32, 128):
-        monkeypatch.setattr(choice_turns, "TURN", turn)
-        made = choice.decide(logits, bias, mask, k, 2.5, True, True, bins)
-        for name in ("ids", "weights", "scores", "cutoff", "counts"):
-            torch.testing.assert_close(
-                getattr(made, name), getattr(wanted, name), rtol=0, atol=0, equal_nan=True
-            )
-        assert torch.equal(made.table[:, bins], wanted.table[:, bins])
-        moved = (made.table[:, :bins] - wanted.table[:, :bins]).cumsum(1).abs().sum()
-        assert torch.equal(made.table.sum(1), wanted.table.sum(1)) and moved <= 2
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -36,7 +36,6 @@ def _small_tiles():
         patch.setattr(gradients, "ONE_WEIGHT", gradients.Blocks(height=8, width=8, **one))
         patch.setattr(narrow, "FORWARD", narrow.Slabs(rows=8, features=8, warps=1, stages=1))
         patch.setattr(narrow, "BACKWARD", narrow.Slabs(rows=4, features=16, warps=1, stages=1))
-        patch.setattr(wide, "FORWARD", products.Tiles(rows=8, tail=0, features=8, **one))
         patch.setattr(wide, "HIDDEN", products.Tiles(rows=8, tail=0, features=16, **one))
         patch.setattr(wide, "PARTS", 2)
         patch.setattr(wide, "ROWS", products.Tiles(rows=8, tail=0, features=16, **one))

@@ -1,4 +1,4 @@
-"""The kernels in Gluon that keep their rows, on a CPU: against their equations, nothing read too early."""
+"""The kernels in Gluon that keep their rows, on a CPU: against their equations, whoever is ahead."""
 
 from __future__ import annotations
 
@@ -23,20 +23,6 @@ def in_float64(machine: Machine) -> dict[str, object]:
         "unit": lambda gate, up, *more: UNIT(gate, up),
         "_partials": lambda gate, up, *caps: UNIT.partials(gate, up),
     }
-
-
-def drawn(ids, E, width, F):
-    """The plan of `ids`, the first tile of each expert, [x, p, w1, w3, w2], and G, in float64."""
-    T, k = ids.shape
-    routes = plan(ids, E)
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), ((routes.offsets.diff() + 127) // 128).cumsum(0)])
-    return routes, starts, case(T, k, E, width, F, torch.float64), torch.randn(T, width, dtype=torch.float64)
-
-
-def packed(w1, w3, w2):
-    from openk3.ops.moe.kernels.narrow import pack
-
-    return (pack(w1, w3, 32), (64, w1.shape[2])), (w2.flatten(0, 1), (w1.shape[2], 32))
 
 
 def in_lanes_order(w1, w3, w2):
@@ -64,34 +50,58 @@ def by_row(routes, tensors):
     return x[routes.tokens], p.flatten()[routes.order], *(each[expert] for each in w)
 
 
-# One slab, as many as there are stages, more; experts without rows, with a whole tile, with one row more.
-SLABS = [32, 64, 96, 160]
+# Experts without rows, with a whole tile, with one row more.
 IDS = torch.cat([torch.full((n,), e) for e, n in ((0, 7), (2, 128), (3, 129))])
+# One slab, as many as the backward has stages, as the forward has, more.
+SLABS = [32, 64, 96, 160]
 
 
+def drawn(ids, width, F):
+    """The plan of `ids` for 5 experts, its tiles of 128 rows as `few.list_tiles` has them, and tensors."""
+    T, k = ids.shape
+    routes = plan(ids, 5)
+    tiles = [
+        (e, row, min(128, int(routes.offsets[e + 1]) - row))
+        for e in range(5)
+        for row in range(int(routes.offsets[e]), int(routes.offsets[e + 1]), 128)
+    ]
+    most = len(tiles) + 2
+    listed = torch.full((3, most), -1)
+    listed[:, : len(tiles)] = torch.tensor(tiles).T
+    listed = torch.cat([listed.flatten(), torch.tensor([len(tiles)])])
+    tensors = case(T, k, 5, width, F, torch.float64)
+    return routes, (listed, most), tensors, torch.randn(T, width, dtype=torch.float64)
+
+
+def descriptors(w1, w3, w2):
+    return [(w, (rows, 64)) for w, rows in zip(in_lanes_order(w1, w3, w2), (64, 32), strict=True)]
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7])
 @pytest.mark.parametrize("F", SLABS)
-def test_forward_is_the_sum_and_reads_nothing_early(F):
+def test_forward_is_the_sum_and_reads_nothing_early(F, programs):
     from openk3.ops.moe.kernels.narrow_hopper import forward_hopper
 
     ids = IDS[torch.randperm(len(IDS))][:, None]
-    routes, starts, tensors, _ = drawn(ids, 5, 64, F)
+    routes, tiles, tensors, _ = drawn(ids, 64, F)
     x, _, w1, w3, w2 = by_row(routes, tensors)
     hidden = UNIT(torch.einsum("rfk,rk->rf", w1, x), torch.einsum("rfk,rk->rf", w3, x))
     exact = torch.einsum("rkf,rf->rk", w2, hidden)
-    out = torch.full_like(exact, torch.nan)
-    w13, down = packed(*tensors[2:])
-    arguments = [tensors[0], routes.tokens, w13, down, out, routes.offsets, starts, 5, F, 4.0, 25.0]
-    run(forward_hopper, int(starts[-1]) + 2, arguments, in_float64, WIDTH=64, STAGES=3)
-    assert relative_error(out, exact) < 1e-13
+    for seed in range(3):
+        out = torch.full_like(exact, torch.nan)
+        arguments = [tensors[0], routes.tokens, *descriptors(*tensors[2:]), out, *tiles, F, 4.0, 25.0]
+        run(forward_hopper, programs, arguments, in_float64, seed=seed, WIDTH=64)
+        assert relative_error(out, exact) < 1e-13
 
 
+@pytest.mark.parametrize("programs", [1, 2, 7])
 @pytest.mark.parametrize("F", SLABS)
-def test_backward_is_that_of_the_equations_and_reads_nothing_early(F):
+def test_backward_is_that_of_the_equations_and_reads_nothing_early(F, programs):
     from openk3.ops.moe.kernels.narrow import Gradients
     from openk3.ops.moe.kernels.narrow_hopper import backward_hopper
 
     ids = torch.stack([IDS, (IDS + 1) % 5], 1)[torch.randperm(len(IDS))]
-    routes, starts, tensors, G = drawn(ids, 5, 64, F)
+    routes, tiles, tensors, G = drawn(ids, 64, F)
     x, p, w1, w3, w2 = by_row(routes, tensors)
     g = G[routes.tokens]
     gate, up = (torch.einsum("rfk,rk->rf", w, x) for w in (w1, w3))
@@ -100,10 +110,10 @@ def test_backward_is_that_of_the_equations_and_reads_nothing_early(F):
     d_gate, d_up = (by * by_hidden * p[:, None] for by in (by_gate, by_up))
     d_x = torch.einsum("rfk,rf->rk", w1, d_gate) + torch.einsum("rfk,rf->rk", w3, d_up)
     exact = Gradients(x, g, act * p[:, None], d_gate, d_up, d_x, (act * by_hidden).sum(1))
-    made = Gradients(*(torch.full_like(each, torch.nan) for each in exact))
-    w13, down = ((w, (rows, 64)) for w, rows in zip(in_lanes_order(*tensors[2:]), (64, 32), strict=True))
-    arguments = [tensors[0], G, routes.tokens, w13, down, tensors[1], routes.order, *made]
-    arguments += [routes.offsets, starts, 5, F, 4.0, 25.0]
-    run(backward_hopper, int(starts[-1]) + 2, arguments, in_float64, WIDTH=64, SHORT=False)
-    for name, mine, oracle in zip(Gradients._fields, made, exact, strict=True):
-        assert relative_error(mine, oracle) < 1e-13, name
+    for seed in range(3):
+        made = Gradients(*(torch.full_like(each, torch.nan) for each in exact))
+        arguments = [tensors[0], G, routes.tokens, *descriptors(*tensors[2:]), tensors[1], routes.order]
+        arguments += [*made, *tiles, F, 4.0, 25.0]
+        run(backward_hopper, programs, arguments, in_float64, seed=seed, WIDTH=64)
+        for name, mine, oracle in zip(Gradients._fields, made, exact, strict=True):
+            assert relative_error(mine, oracle) < 1e-13, name

@@ -27,11 +27,6 @@ KERNEL = Kernel(
     checked_on="H200 (sm_90)",
 )
 
-APART: int | None = None
-"""Columns of a latent from which its projection is a product of its own; None: never, no card has timed it.
-
-The kernels read x once for both, at two thirds of cuBLAS's rate: that is less time only for few columns."""
-
 Tensor = torch.Tensor
 
 
@@ -134,9 +129,6 @@ def _by_kernels(
 ) -> Entry:
     from openk3.ops.moe.kernels import entry
 
-    if down is not None and APART is not None and len(down) >= APART:
-        routed = _by_kernels(x, router, None, bias, k, scaling_factor, renormalize, chosen, counted)
-        return routed._replace(latent=F.linear(x, down))
     if chosen is not None:
         ids, cutoff = chosen
         latent, weights = entry.weigh_and_project(x, router, down, ids, scaling_factor, renormalize)

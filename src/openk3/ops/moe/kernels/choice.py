@@ -24,7 +24,6 @@ Tensor = torch.Tensor
 
 # Logits of a program, and the assignments it makes at most: ranking those takes their square of comparisons.
 DECIDE = {"SIZE": 4096, "ASSIGNMENTS": 256, "num_warps": 8}
-TURNS = False  # whether programs of one warp decide (`choice_turns`); no card has run them
 
 
 @triton.jit
@@ -241,13 +240,7 @@ def decide(
         sizes = {"TOKENS": tokens, "EXPERTS": EXPERTS, "SLOTS": triton.next_power_of_2(k)}
         kinds = {"RENORMALIZE": renormalize, "COUNTED": counted, "BINNED": bins > 0}
         kinds["MASKED"] = mask is not None
-        if TURNS:
-            from openk3.ops.moe.kernels import choice_turns
-
-            turn = min(tokens, max(1, choice_turns.TURN // EXPERTS))
-            choice_turns.decide_by_turns[(blocks,)](*arguments, **kinds, **sizes, TURN=turn, num_warps=1)
-        else:
-            _decide[(blocks,)](*arguments, **kinds, **sizes, num_warps=DECIDE["num_warps"])
+        _decide[(blocks,)](*arguments, **kinds, **sizes, num_warps=DECIDE["num_warps"])
     return made
 
 

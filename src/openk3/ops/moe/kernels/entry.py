@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from openk3.ops.kernel_operator import kernel_operator
-from openk3.ops.moe.kernels import choice, entry_dense
+from openk3.ops.moe.kernels import choice, entry_gradients
 from openk3.ops.moe.kernels import entry_products as products
 
 Tensor = torch.Tensor
-
-DENSE = True  # whether the backward writes the logits' gradient down (`entry_dense`)
 
 
 class Made(NamedTuple):
@@ -97,10 +95,7 @@ def _backward(
     x, router, down, d_latent = _aligned(x, router, down, d_latent)
     values = choice.logit_gradients(d_weights.contiguous(), scores, scale, renormalize)
     ids = ids.contiguous()
-    if DENSE:
-        return entry_dense.gradients(ids, values, d_latent, x, router, down)
-    d_x = products.input_gradient(ids, values, router, d_latent, down)
-    return d_x, *products.weight_gradients(ids, values, d_latent, x, len(router))
+    return entry_gradients.gradients(ids, values, d_latent, x, router, down)
 
 
 @_backward.register_fake

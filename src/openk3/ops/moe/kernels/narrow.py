@@ -145,10 +145,6 @@ FORWARD = Slabs(rows=128, features=32, warps=8, stages=3)
 BACKWARD = Slabs(rows=128, features=32, warps=8, stages=2)
 WIDEST = 256  # columns of rows that stay
 FEWEST = 256  # rows of an expert on average that pay for the packing
-# Of those in Gluon, what two warpgroups that do not march in step do (`narrow_pair`): "forward", "backward";
-# and whether the other backward takes the short form of the unit's slopes.
-PAIRS: frozenset[str] = frozenset({"forward", "backward"})
-SHORT = False
 HOPPER = True  # the kernels in Gluon where they can be; by bench/moe_gpu.py --forms the fastest on an H200
 
 
@@ -196,12 +192,9 @@ def forward(
     if R == 0:
         return out
     if HOPPER and x.dtype == torch.bfloat16 and _hopper_takes(x, F, unit):
-        from openk3.ops.moe.kernels import narrow_hopper, narrow_pair
+        from openk3.ops.moe.kernels import narrow_hopper
 
-        if "forward" in PAIRS:
-            narrow_pair.forward(x, tokens, w1, w3, w2, out, offsets, gate_cap, up_cap)
-        else:
-            narrow_hopper.forward(x, tokens, pack(w1, w3, 32), w2, out, offsets, gate_cap, up_cap)
+        narrow_hopper.forward(x, tokens, w1, w3, w2, out, offsets, gate_cap, up_cap)
         return out
     WIDTH = _columns(K)
     _forward[(most_tiles(R, E, t.rows),)](
@@ -236,13 +229,9 @@ def backward(
     hidden, d_gate, d_up = (x.new_empty(R, F) for _ in range(3))
     made = Gradients(rows, d_out, hidden, d_gate, d_up, d_rows, x.new_empty(R, dtype=torch.float32))
     if HOPPER and _hopper_takes(x, F, unit):
-        from openk3.ops.moe.kernels import narrow_hopper, narrow_pair
+        from openk3.ops.moe.kernels import narrow_hopper
 
-        arguments = (x, d_u, tokens, w1, w3, w2, weights, order, made, offsets, gate_cap, up_cap)
-        if "backward" in PAIRS:
-            narrow_pair.backward(*arguments)
-        else:
-            narrow_hopper.backward(*arguments, SHORT)
+        narrow_hopper.backward(x, d_u, tokens, w1, w3, w2, weights, order, made, offsets, gate_cap, up_cap)
         return made
     WIDTH = _columns(K)
     _backward[(most_tiles(R, E, t.rows),)](

@@ -4,7 +4,7 @@
     backward   gather x and G -> gate, up, w2^T G and what follows from them -> gradients of rows and weights
 
 Narrow experts with many rows do all but the sum and the gradients of weights in one kernel (`narrow`), wide
-ones have larger tiles (`wide`).
+ones have larger tiles for most gradients (`wide`).
 Kept for the backward: what came in, and the plan. The gradient of p needs no expert output (see `eager`).
 """
 

@@ -1,6 +1,5 @@
-"""Experts of a wide model with many rows each: one program an SM, and tiles as large as its registers hold.
+"""Gradients of a wide model's experts with many rows each: one program an SM, tiles that fill its registers.
 
-    forward            128 rows by 128 features of gate and of up, or by 256 columns of the down projection
     hidden_gradients   128 rows by 128 features: first dA' = w2^T G, then gate and up made again
     row_gradients      128 rows by 256 columns: first w1^T d gate, then w3^T d up on top of it
 
@@ -20,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from openk3.ops.moe.kernels.gradients import leave_hidden
 from openk3.ops.moe.kernels.plan import most_tiles, tile_at, tile_starts
-from openk3.ops.moe.kernels.products import Tiles, product
+from openk3.ops.moe.kernels.products import Tiles
 
 Tensor = torch.Tensor
 
@@ -113,7 +112,6 @@ def _rows(
 
 LEAST: int | None = 512  # of both widths of an expert; None: never
 FEWEST = 256  # rows of an expert on average: from there on a tile that is not full costs little
-FORWARD = Tiles(rows=128, tail=0, features=128, depth=64, warps=8, stages=4)
 HIDDEN = Tiles(rows=128, tail=0, features=128, depth=64, warps=8, stages=4)
 PARTS = 8  # of HIDDEN's rows; their units follow each other, or they would not fit into the registers
 ROWS = Tiles(rows=128, tail=0, features=256, depth=64, warps=8, stages=4)
@@ -122,16 +120,6 @@ ROWS = Tiles(rows=128, tail=0, features=256, depth=64, warps=8, stages=4)
 def suits(rows: int, w1: Tensor) -> bool:
     """Whether these tiles are for so many rows through experts `w1 [E, F, l]`."""
     return LEAST is not None and min(w1.shape[1:]) >= LEAST and rows > FEWEST * len(w1)
-
-
-def forward(
-    rows: Tensor, offsets: Tensor, w1: Tensor, w3: Tensor, w2: Tensor,
-    unit: str, gate_cap: float, up_cap: float,
-) -> Tensor:  # fmt: skip
-    """w2 unit(w1 x, w3 x) of each row, `[R, l]` -> `[R, l]`."""
-    starts = tile_starts(offsets, FORWARD.height)
-    hidden = product(rows, w1, w3, offsets, starts, FORWARD, unit, gate_cap, up_cap)
-    return product(hidden, w2, w2, offsets, starts, FORWARD)
 
 
 def hidden_gradients(
