@@ -245,6 +245,10 @@ def tensors(made: Any) -> list[Tensor]:
     return [x for x in flat if x.numel()]
 
 
+def in_registers(rows: Any) -> None:
+    """Instead of `operator.ring_launch`: the kernels for rows that it does not take."""
+
+
 def try_variants(limits: Ceilings, steps: Steps) -> None:
     """Each kernel alone, over launches and forms; K3's width, then r1's."""
     from openk3.ops.attnres.kernels import operator
@@ -253,13 +257,28 @@ def try_variants(limits: Ceilings, steps: Steps) -> None:
         {**operator.RING, **changed}
         for changed in ({}, {"GROUP": 1}, {"GROUP": 4}, {"columns_wide": 512, "warps_wide": 16})
     ]
-    weigh = [
-        {"TOKENS": tokens, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
-        for tokens, columns, warps, stages in (
-            (32, 64, 4, 3), (32, 64, 4, 2), (16, 64, 4, 3), (16, 64, 4, 4), (16, 128, 4, 3), (64, 64, 8, 2)
+    products = [
+        {"COLUMNS": columns, "STAGES": stages, "num_warps": warps}
+        for columns, stages, warps in (
+            (128, 3, 4),
+            (64, 3, 4),
+            (64, 4, 4),
+            (64, 5, 4),
+            (128, 2, 4),
+            (256, 2, 8),
         )
-    ]  # fmt: skip
-    mix = [{"COLUMNS": c, "num_warps": warps} for c, warps in ((1024, 4), (512, 2), (1024, 8), (2048, 8))]
+    ]
+    mixes = [
+        {"COLUMNS": columns, "STAGES": stages, "num_warps": warps}
+        for columns, stages, warps in (
+            (256, 4, 4),
+            (128, 4, 4),
+            (128, 6, 4),
+            (256, 3, 4),
+            (256, 6, 4),
+            (512, 3, 8),
+        )
+    ]
 
     def one_by_one(label: str, settings: list[dict[str, Any]], passes: int, of: Case, call: Call) -> None:
         floor = limits.floor(passes * of.rows[0].numel() * 2, 0)
@@ -269,7 +288,8 @@ def try_variants(limits: Ceilings, steps: Steps) -> None:
                 print(f"{label}: out of time", flush=True)
                 return
             with patch.multiple(operator, **changed):
-                name = f"{label}: {', '.join(f'{k} = {v}' for k, v in changed.items())}"
+                told = (f"{k} = {'None' if callable(v) else v}" for k, v in changed.items())
+                name = f"{label}: {', '.join(told)}"
                 try:
                     pairs = zip(tensors(call()), right, strict=True)
                     apart = max(error(a, b.double()) for a, b in pairs)
@@ -285,8 +305,8 @@ def try_variants(limits: Ceilings, steps: Steps) -> None:
         case = Case(S_, T_, d_)
         where = f"S={S_} d={d_}"
         if d_ == D:
-            both = [{"WEIGH": choice} for choice in weigh] + [{"MIX": choice} for choice in mix]
-            both += [{"ALL_QUERIES": "twice, in slices"}, {"ALL_QUERIES": "once"}]
+            both = [{"PRODUCTS": choice} for choice in products] + [{"MIXES": choice} for choice in mixes]
+            both += [{"SLICES": slices} for slices in (4, 14, 28)]
             one_by_one(f"{where} all queries", both, S_ + Q, case, case.all_queries)
         for name, passes, call in (
             ("forward", S_ + 1, case.plain),
@@ -295,8 +315,7 @@ def try_variants(limits: Ceilings, steps: Steps) -> None:
             ("backward, add and norm", 2 * S_ + 2, case.whole_backward),
             ("backward, handed on", 3 * S_ + 1, case.chained_backward),
         ):
-            switch = "FORWARD_RING" if name.startswith("forward") else "BACKWARD_RING"
-            forms: list[dict[str, Any]] = [{switch: False}, *({switch: True, "RING": ring} for ring in rings)]
+            forms: list[dict[str, Any]] = [{"ring_launch": in_registers}, *({"RING": ring} for ring in rings)]
             one_by_one(f"{where} {name}", forms, passes, case, call)
 
 

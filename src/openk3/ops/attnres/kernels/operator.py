@@ -10,7 +10,7 @@ import torch
 import triton
 
 from openk3.ops.attnres.kernels import bank as bank_kernels
-from openk3.ops.attnres.kernels import bank_once, one_query
+from openk3.ops.attnres.kernels import one_query
 from openk3.ops.kernel_operator import kernel_operator
 
 Tensor = torch.Tensor
@@ -23,14 +23,11 @@ WIDE = 4096
 FORWARD = {"STAGES": 6, "STAGES_WIDE": 4, "STAGES_WIDE_NORM": 3, "warps": 16, "maxnreg": 128}
 BACKWARD = {"AHEAD": 4, "AHEAD_WIDE": 3, "warps": 8}
 # Both ways with a token's rows in shared memory: columns a warp, warps a processor, rows between barriers.
-FORWARD_RING = BACKWARD_RING = True
 RING = {"columns": 512, "warps": 16, "columns_wide": 1024, "warps_wide": 8, "GROUP": 2}
-WEIGH = {"TOKENS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
-MIX = {"COLUMNS": 1024, "num_warps": 4}
-# All queries: the bank read "twice" (WEIGH, MIX), "twice, in slices" or "once" (ONCE).
-ALL_QUERIES = "twice, in slices"
-ONCE = {"COLUMNS": 128, "STAGES": 3, "MIX_COLUMNS": 256, "MIX_STAGES": 4, "SLICES": 7, "num_warps": 4}
-ONCE_PROGRAMS = 2  # a processor
+# All queries.
+SLICES = 7  # of the columns
+PRODUCTS = {"COLUMNS": 128, "STAGES": 3, "num_warps": 4}
+MIXES = {"COLUMNS": 256, "STAGES": 4, "num_warps": 4}
 
 
 def launch(d: int, T: int, device: torch.device, warps_per_processor: int) -> tuple[int, dict[str, int]]:
@@ -49,21 +46,6 @@ def stages(D: int, x: Tensor, norm: bool) -> int:
 def ahead(D: int, S: int) -> int:
     """Rows that are asked for before they are needed."""
     return min(BACKWARD["AHEAD" if D < WIDE else "AHEAD_WIDE"], 2 * S)
-
-
-def weigh_sizes(S: int, QUERIES: int, parts: Tensor, row: Tensor) -> dict[str, int]:
-    """WEIGH, made smaller until what is copied ahead fits."""
-    sizes, most = dict(WEIGH), shared_memory(row.device)
-
-    def ring() -> int:
-        rows = S * sizes["TOKENS"] * row.element_size()
-        queries = len(parts) * QUERIES * parts.element_size()
-        return (sizes["num_stages"] - 1) * sizes["COLUMNS"] * (rows + queries)
-
-    for name, least in (("num_stages", 2), ("TOKENS", 16), ("COLUMNS", 16)):
-        while ring() > most and sizes[name] > least:
-            sizes[name] = 2 if name == "num_stages" else sizes[name] // 2
-    return sizes
 
 
 def shared_memory(device: torch.device) -> int:
@@ -138,7 +120,7 @@ def _attnres(
     given = tuple(rows), *vectors, None if lse is None else lse.contiguous()
     made = total, mixed, normed, scalars, T, d, eps, norm_eps
     flags = {"ADD": output is not None, "MERGE": lse is not None, "MIX": want_mix, "NORM": len(normed) > 0}
-    ring = ring_launch(rows) if FORWARD_RING and T else None
+    ring = ring_launch(rows) if T else None
     if ring is not None:
         from openk3.ops.attnres.kernels.one_query_ring import forward_ring
 
@@ -207,7 +189,7 @@ def _attnres_backward(
     d_lse = scalars.new_empty(T if merge else 0)
     rows = tuple(as_rows(x) for x in sources)
     # Gradients to both, the mix and its norm, are rare.
-    ring = ring_launch(rows) if BACKWARD_RING and T and not (norm and d_mixed is not None) else None
+    ring = ring_launch(rows) if T and not (norm and d_mixed is not None) else None
     programs, sizes = launch(d, T, sources[0].device, BACKWARD["warps"]) if ring is None else ring
     d_direction = scalars.new_empty(programs, d)
     d_norm_gain = scalars.new_empty(programs if norm else 0, d)
@@ -347,38 +329,18 @@ def _bank_mixes(
     bank_kernels.directions[(QUERIES, triton.cdiv(d, 1024))](
         queries.contiguous(), key_gains.contiguous(), parts, d, Q, QUERIES=QUERIES, COLUMNS=1024
     )
-    if ALL_QUERIES != "twice":
-        _in_slices(bank, parts, values, lse, eps, once=ALL_QUERIES == "once")
-        return values, lse
-    weights = lse.new_empty(T, Q, S)
-    sizes = weigh_sizes(S, QUERIES, parts, bank[0])
-    bank_kernels.weigh[(triton.cdiv(T, sizes["TOKENS"]),)](
-        bank, parts, weights, lse, T, d, Q, eps, 1.0, S=S, QUERIES=QUERIES, **sizes
-    )
-    bank_kernels.mix[(T * triton.cdiv(d, MIX["COLUMNS"]),)](bank, weights, values, T, d, Q, S=S, **MIX)
-    return values, lse
-
-
-def _in_slices(
-    bank: tuple[Tensor, ...], parts: Tensor, values: Tensor, lse: Tensor, eps: float, once: bool
-) -> None:
-    """Writes values and lse; once: by programs that wait for each other."""
-    (Q, T, d), S, QUERIES = values.shape, len(bank), parts.shape[1]
-    TOKENS, SLICES = min(8, 64 // S), ONCE["SLICES"]
+    TOKENS = min(8, 64 // S)
     tiles = triton.cdiv(T, TOKENS)
     products, squares = (lse.new_empty(tiles, SLICES, 64, n) for n in (QUERIES, 1))
     shape = tiles, TOKENS, 1 if len(parts) == 1 else 2, QUERIES, 16 if S <= 16 else 32
     weights = torch.empty(shape, device=lse.device, dtype=parts.dtype)
-    arrived = torch.zeros(tiles, device=lse.device, dtype=torch.int32)
-    given = bank, parts, products, squares, weights, arrived, values, lse, T, d, Q, eps, 1.0
-    sizes = {"S": S, "QUERIES": QUERIES, "TOKENS": TOKENS, **ONCE}
-    if once:
-        waiting = processors(lse.device) * ONCE_PROGRAMS // SLICES * SLICES
-        programs = min(tiles * SLICES, waiting)
-        bank_once.bank_once[(programs,)](*given, PHASE=0, launch_cooperative_grid=True, **sizes)
-    else:
-        for phase in (1, 2):
-            bank_once.bank_once[(tiles * SLICES,)](*given, PHASE=phase, **sizes)
+    sizes = {"S": S, "QUERIES": QUERIES, "TOKENS": TOKENS, "SLICES": SLICES}
+    programs = (tiles * SLICES,)
+    bank_kernels.slice_products[programs](bank, parts, products, squares, T, d, Q, 1.0, **sizes, **PRODUCTS)
+    bank_kernels.slice_mixes[programs](
+        bank, products, squares, weights, values, lse, T, d, Q, eps, **sizes, **MIXES
+    )
+    return values, lse
 
 
 @_bank_mixes.register_fake
