@@ -20,8 +20,8 @@ UNIT = Activation()
 def in_float64(machine: Machine) -> dict[str, object]:
     """SiTU and its derivatives for the card's approximations; everything else is the kernels'."""
     return {
-        "unit": lambda gate, up, *more: UNIT(gate, up),
-        "_partials": lambda gate, up, *caps: UNIT.partials(gate, up),
+        "unit": lambda gate, up, gate_cap, up_cap, unit, coarse: UNIT(gate, up),
+        "_partials": lambda gate, up, gate_cap, up_cap: UNIT.partials(gate, up),
     }
 
 

@@ -314,7 +314,7 @@ def _backward_half(
             gate, up = gl.split(gl.permute(gl.reshape(both, [HALF, 2, SLAB]), [0, 2, 1]))
             gate = gl.convert_layout(gate, NARROW)
             up = gl.convert_layout(up, NARROW)
-            act, by_gate, by_up = _partials(gate, up, gate_cap, up_cap, True)
+            act, by_gate, by_up = _partials(gate, up, gate_cap, up_cap)
             # Passed at once. The assembler moves no arithmetic over it: the unit's stays beside dA'.
             mbarrier.wait(full.index(stage), (n // STAGES) & 1)
             by_hidden = warpgroup_mma_wait(0, deps=(by_hidden,))
