@@ -198,11 +198,11 @@ def test_a_product_goes_into_the_stream_in_any_tiles(n, a, gated):
     weight = (torch.randn(512, a, device="cuda") / 33).bfloat16()
     given = x.to(f64) * gate.to(f64).sigmoid() if gated else x.to(f64)
     right = out.to(f64) + given @ weight.to(f64).T
-    other, ahead = out.clone(), [weight, gate, torch.randn(1 << 20, device="cuda")]
+    other = out.clone()
     options = {"add": True, "gate": gate if gated else None, "implementation": "triton"}
     products_into(out, weight, x, **options)
     assert relative_error(out, right) < 6e-3
-    products_into(other, weight, x, **options, ahead=ahead)
+    products_into(other, weight, x, **options)
     assert torch.equal(out, other)
 
 
@@ -267,7 +267,13 @@ def test_experts_are_chosen_and_summed_at_r1_widths(n):
 
 @pytest.mark.parametrize("n", [5, 64, 256, 512, 700])
 @pytest.mark.parametrize("crowded", [False, True])
-def test_experts_go_into_the_stream_at_r1_widths_and_equal_calls_give_equal_bits(n, crowded):
+@pytest.mark.parametrize("launch", [None, (1, 3), (2, 3), (1, 6)], ids=str)
+def test_experts_go_into_the_stream_at_r1_widths_and_equal_calls_give_equal_bits(
+    n, crowded, launch, monkeypatch
+):
+    if launch is not None:
+        monkeypatch.setattr(many, "STREAMED", True)
+        monkeypatch.setattr(streams, "LAUNCH", dict(zip(("PROGRAMS", "STAGES"), launch, strict=True)))
     ids, weights = chosen(n)
     if crowded:  # every row goes to expert 7: as many tiles as can be
         ids[:, 0] = torch.where((ids == 7).any(1), ids[:, 0], 7)

@@ -8,7 +8,6 @@ never look at a value from the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from openk3.ops.inputs import check_floating
 from openk3.ops.precision import own_dtypes
 
 __all__ = [
+    "ExpertLists",
     "Joined",
     "StreamMix",
     "append_latents",
@@ -51,6 +51,7 @@ CHECKED = all(kernel.checked for kernel in KERNELS)
 TOGETHER = Kernel("experts_into", takes="as expert_sums and products_into", checked_on=NOWHERE)
 KERNELS += (TOGETHER, MOST_LIKELY)
 WIDEST = 8192
+FEW = 4  # rows that each program of a product prepares again, and that go to experts one by one
 BLOCK = 16  # outputs of a program at least: what a matrix unit takes
 
 Tensor = torch.Tensor
@@ -166,7 +167,6 @@ def products_into(
     norm: tuple[Tensor, float] | None = None,
     gate: Tensor | None = None,
     unit: tuple[Tensor, Tensor, Activation] | None = None,
-    ahead: Sequence[Tensor] = (),
     implementation: Implementation | None = None,
 ) -> None:
     """out (+)= weight [f(x); act(gate, up)], rounded once before the addition.
@@ -179,8 +179,6 @@ def products_into(
         norm: gain `[a]` and eps of an RMSNorm, if f is one.
         gate: `[n, a]` logits, if f is x * sigmoid(gate); not with a norm.
         unit: gate and up, each `[n, b]` contiguous, and the gated unit; None with b = 0.
-        ahead: up to 4 contiguous tensors that are read next, in this order: on the way the card may bring
-            them nearer. Changes no result.
         implementation: as in `mixed_products`.
 
     Raises:
@@ -193,7 +191,18 @@ def products_into(
         from openk3.ops.decoding.kernels.products import products_into as run
     else:
         from openk3.ops.decoding.eager import products_into as run
-    run(out, weight, x, add, norm, gate, unit, list(ahead))
+    run(out, weight, x, add, norm, gate, unit)
+
+
+class ExpertLists(NamedTuple):
+    """Which rows go to an expert, for kernels that read an expert once for all its rows.
+
+    rows: int32 `[E, n]`; of an expert's assignments (row * k + slot) the first `counts` count, in any order.
+    counts: int32 `[E]`.
+    """
+
+    rows: Tensor
+    counts: Tensor
 
 
 @own_dtypes
@@ -204,24 +213,37 @@ def choose_experts(
     *,
     scaling_factor: float = 1.0,
     renormalize: bool = True,
+    lists: ExpertLists | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The ids `[n, k]` int64 and weights `[n, k]` of `openk3.ops.moe.route`, whose arguments these are."""
+    """The ids `[n, k]` int64 and weights `[n, k]` of `openk3.ops.moe.route`, whose arguments these are.
+
+    lists: to be filled on the way; their counts are zero before.
+    """
     if logits.dim() != 2 or bias.shape != logits.shape[1:] or not 1 <= k <= len(bias):
         raise InvalidInput(
             f"choose_experts: logits are {tuple(logits.shape)}, bias is {tuple(bias.shape)} and k is {k}; "
             "want [n, E], [E] and 1 to E"
         )
     check_floating("choose_experts", logits=logits, bias=bias)
+    if lists is not None:
+        _check_lists("choose_experts", lists, *logits.shape)
     fits = logits.dtype == bias.dtype == torch.float32 and logits.shape[1] <= 4096
     if choose("choose_experts", logits, implementation, kernels=fits, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels import experts
 
-        ids, weights = experts.choose_experts(logits, bias, k, scaling_factor, renormalize)
+        given = logits, bias, k, scaling_factor, renormalize
+        if lists is None:
+            ids, weights = experts.choose_experts(*given)
+        else:
+            ids, weights = experts.choose_and_list_experts(*given, *lists)
         return ids, weights
     from openk3.ops.decoding import eager
 
-    return eager.choose_experts(logits, bias, k, scaling_factor, renormalize)
+    ids, weights = eager.choose_experts(logits, bias, k, scaling_factor, renormalize)
+    if lists is not None:
+        eager.list_experts(ids, *lists)
+    return ids, weights
 
 
 @own_dtypes
@@ -276,15 +298,16 @@ def experts_into(
     add: bool,
     norm: tuple[Tensor, float] | None = None,
     shared: tuple[Tensor, Tensor] | None = None,
-    ahead: Sequence[Tensor] = (),
+    lists: ExpertLists | None = None,
     implementation: Implementation | None = None,
 ) -> None:
     """`products_into` of `expert_sums`, in one operator: sums stay in fp32 up to their norm.
 
     Args:
-        out, weight, add, norm, ahead: as in `products_into`, of which the sums are x.
+        out, weight, add, norm: as in `products_into`, of which the sums are x.
         x, ids, weights, w1, w3, w2, activation: as in `expert_sums`.
         shared: gate and up of a unit beside the sums, of the same activation, each `[n, b]` contiguous.
+        lists: of these ids, as `choose_experts` has filled them; not checked.
         implementation: as in `mixed_products`. Where no card has checked the operator, the two that it
             consists of run.
 
@@ -296,13 +319,15 @@ def experts_into(
     fits = _check_experts(name, x, ids, weights, w1, w3, w2)
     unit = None if shared is None else (*shared, activation)
     _check_into(name, out, weight, x, norm, None, unit)
+    if lists is not None:
+        _check_lists(name, lists, len(x), len(w1))
     if choose(name, x, implementation, kernels=fits, by_default=TOGETHER.checked) == "triton":
         from openk3.ops.decoding.kernels.many import experts_into as run
 
-        run(out, weight, x, ids, weights, w1, w3, w2, activation, add, norm, shared, list(ahead))
+        run(out, weight, x, ids, weights, w1, w3, w2, activation, add, norm, shared, lists)
         return
     u = expert_sums(x, ids, weights, w1, w3, w2, activation, implementation=implementation)
-    products_into(out, weight, u, add=add, norm=norm, unit=unit, ahead=ahead, implementation=implementation)
+    products_into(out, weight, u, add=add, norm=norm, unit=unit, implementation=implementation)
 
 
 @own_dtypes
@@ -425,6 +450,12 @@ def _check_experts(
             f"{ids.dtype} on {ids.device}; want one dtype, and int64 on {x.device}"
         )
     return max(F, L) <= 4096 and all(t.is_contiguous() for t in (x, ids, weights, w1, w3, w2))
+
+
+def _check_lists(name: str, lists: ExpertLists, n: int, E: int) -> None:
+    found = [(x.dtype, tuple(x.shape)) for x in lists]
+    if found != [(torch.int32, (E, n)), (torch.int32, (E,))] or not all(x.is_contiguous() for x in lists):
+        raise InvalidInput(f"{name}: lists must be int32 [{E}, {n}] and [{E}], contiguous, got {found}")
 
 
 def _check_into(
