@@ -10,11 +10,12 @@ import torch
 
 from openk3.config.presets import preset
 from openk3.model import K3, DecodeState
-from openk3.model.decoding import BatchStepper
+from openk3.model.decoding import BatchStepper, ffn
 from openk3.model.decoding.batch import generate_batch
 from openk3.model.generate import Sampling, generate
 from openk3.ops.activation import Activation
 from openk3.ops.decoding import (
+    ExpertLists,
     Joined,
     StreamMix,
     append_latents,
@@ -27,6 +28,8 @@ from openk3.ops.decoding import (
 )
 from ops.closeness import relative_error
 
+many = pytest.importorskip("openk3.ops.decoding.kernels.many")
+streams = pytest.importorskip("openk3.ops.decoding.kernels.streams")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -120,7 +123,10 @@ def test_logits_in_fp32_are_those_of_the_model_in_float64(n):
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 5, 17, 64, 80])
-def test_logits_in_bf16_are_as_near_as_the_whole_forward(model, n):
+@pytest.mark.parametrize("streamed", [False, True])
+def test_logits_in_bf16_are_as_near_as_the_whole_forward(model, n, streamed, monkeypatch):
+    monkeypatch.setattr(many, "STREAMED", streamed)
+    monkeypatch.setattr(ffn, "LISTED_BY_CHOICE", streamed)
     mine, plain = errors(model, in_float64(model), n, steps=6)
     assert mine < 2 * plain  # experts that nearly tie fall differently in each
 
@@ -273,7 +279,8 @@ def test_experts_go_into_the_stream_at_r1_widths_and_equal_calls_give_equal_bits
 ):
     if launch is not None:
         monkeypatch.setattr(many, "STREAMED", True)
-        monkeypatch.setattr(streams, "LAUNCH", dict(zip(("PROGRAMS", "STAGES"), launch, strict=True)))
+        monkeypatch.setattr(streams, "UNITS", launch)
+        monkeypatch.setattr(streams, "DOWNS", launch)
     ids, weights = chosen(n)
     if crowded:  # every row goes to expert 7: as many tiles as can be
         ids[:, 0] = torch.where((ids == 7).any(1), ids[:, 0], 7)
@@ -293,6 +300,21 @@ def test_experts_go_into_the_stream_at_r1_widths_and_equal_calls_give_equal_bits
         results.append(out)
     assert relative_error(results[0], right) < 6e-3
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("n", [5, 64, 256])
+def test_a_choice_lists_each_experts_assignments(n):
+    logits, bias = torch.randn(n, 256, device="cuda"), 0.1 * torch.randn(256, device="cuda")
+    counts = torch.zeros(256, dtype=torch.int32, device="cuda")
+    lists = ExpertLists(torch.full((256, n), 10**9, dtype=torch.int32, device="cuda"), counts)
+    ids, weights = choose_experts(logits, bias, 6, lists=lists, implementation="triton")
+    alone = choose_experts(logits, bias, 6, implementation="triton")
+    assert torch.equal(ids, alone[0]) and torch.equal(weights, alone[1])
+    assert torch.equal(counts, torch.bincount(ids.flatten(), minlength=256).int())
+    inside = torch.arange(n, device="cuda") < counts[:, None]
+    assert torch.equal(lists.rows[inside].sort().values, torch.arange(6 * n, device="cuda").int())
+    whose = torch.arange(256, device="cuda")[:, None].expand(256, n)[inside]
+    assert torch.equal(ids.flatten()[lists.rows[inside].long()], whose)
 
 
 @pytest.mark.parametrize("n", [1, 64, 256])

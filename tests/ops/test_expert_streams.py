@@ -18,7 +18,7 @@ f64 = torch.float64
 
 
 def in_float64(machine: Machine) -> dict[str, object]:
-    """SiTU for the card's approximation, sums over experts for a scan, products for those of the matrix unit."""
+    """SiTU for the card's approximation, torch's products for those of the matrix unit."""
     return {
         "_cumulated": lambda x: x.cumsum(0),
         "unit": lambda gate, up, *more: UNIT(gate, up),
@@ -36,8 +36,8 @@ def lists_of(ids):
     return lists, counts
 
 
-# Rows: of fewer experts than programs, of several items an expert; number 5 has none. Widths: whole tiles, parts
-# of them, more than the first half of w2's columns. Programs: one, some without work, more than tiles.
+# Rows: fewer experts than programs, several items an expert; number 5 has none. Widths: whole tiles, parts of
+# them, more than the first half of w2's columns. Programs: one, a few, more than tiles.
 @pytest.mark.parametrize("programs", [1, 3, 40])
 @pytest.mark.parametrize(("n", "L", "F"), [(5, 40, 72), (37, 64, 32), (20, 256, 416)])
 @pytest.mark.parametrize("stages", [2, 3])
@@ -47,17 +47,16 @@ def test_each_assignment_gets_its_experts_products(n, L, F, programs, stages):
     torch.manual_seed(n)
     ids = torch.tensor([[4, t % 4] if t % 7 else [t % 4, (t + 1) % 4] for t in range(n)])
     x, w1, w3, w2 = (torch.randn(*s, dtype=f64) for s in ((n, L), (E, F, L), (E, F, L), (E, L, F)))
-    lists, counts = lists_of(ids)
     hidden, out = torch.full((n * K, F), torch.nan, dtype=f64), torch.full((n * K, L), torch.nan, dtype=f64)
     first, second, down = ((w.flatten(0, 1), (32, 256)) for w in (w1, w3, w2))
     more = {"k": K, "UNIT": "situ", "COARSE": True, "EXPERTS": 32, "STAGES": stages, "EARLY": False}
-    caps = [4.0, 25.0]
+    lists_and_caps = *lists_of(ids), 4.0, 25.0
     run(
-        stream, programs, [x, first, second, lists, counts, hidden, n, E, L, F, *caps], in_float64,
+        stream, programs, [x, first, second, hidden, n, E, L, F, *lists_and_caps], in_float64,
         warps=4, DOWN=False, **more,
     )  # fmt: skip
     run(
-        stream, programs, [hidden, down, down, lists, counts, out, n, E, F, L, *caps], in_float64,
+        stream, programs, [hidden, down, down, out, n, E, F, L, *lists_and_caps], in_float64,
         warps=4, DOWN=True, **more,
     )  # fmt: skip
     e, row = ids.flatten(), x.repeat_interleave(K, 0)

@@ -97,8 +97,8 @@ def streams_fit(x: Tensor, E: int, F: int) -> bool:
 @kernel_operator("openk3::experts_into", mutates_args=("out",))
 def _experts_into_op(
     out: Tensor, weight: Tensor, x: Tensor, ids: Tensor, weights: Tensor, lists: Tensor | None,
-    counts: Tensor | None, w1: Tensor, w3: Tensor, w2: Tensor, add: bool, gain: Tensor | None, eps: float, gate: Tensor | None, up: Tensor | None,
-    kind: str, gate_cap: float, up_cap: float,
+    counts: Tensor | None, w1: Tensor, w3: Tensor, w2: Tensor, add: bool, gain: Tensor | None, eps: float,
+    gate: Tensor | None, up: Tensor | None, kind: str, gate_cap: float, up_cap: float,
 ) -> None:  # fmt: skip
     (n, L), k, (E, F, _) = x.shape, ids.shape[1], w1.shape
     if not n:

@@ -34,7 +34,9 @@ Tensor = torch.Tensor
 ROWS = gl.constexpr(16)
 SLAB = gl.constexpr(32)
 WIDTH = gl.constexpr(256)
-LAUNCH = {"PROGRAMS": 2, "STAGES": 3}  # programs on a processor; tiles on their way to each, 32 KB each
+# Programs on a processor, and tiles of 32 KB on their way to each: so that one of DOWNS starts beside UNITS.
+UNITS = (1, 3)
+DOWNS = (2, 3)
 
 
 @gluon.jit
@@ -78,7 +80,7 @@ def _following(ends, item, e, slab, slabs):
 
 @gluon.jit(do_not_specialize=["N"])
 def stream(
-    source, first, second, lists, counts, out, N, E, width, height, gate_cap, up_cap,
+    source, first, second, out, N, E, width, height, lists, counts, gate_cap, up_cap,
     k: gl.constexpr, DOWN: gl.constexpr, UNIT: gl.constexpr, COARSE: gl.constexpr, EXPERTS: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
@@ -137,10 +139,11 @@ def stream(
     while step < end:
         e, before = _expert_of(ends, item)
         start = (item - before) * ROWS
+        here = lists + (e.to(gl.int64) * N + start)  # asked for beside the count
+        row = gl.load(here + r, mask=start + r < N, other=0)
+        target = gl.load(here + own, mask=start + own < N, other=0).to(gl.int64) * height
         left = gl.load(counts + e) - start
-        here = lists + (e.to(gl.int64) * N + start)
-        row = gl.load(here + r, mask=r < left, other=0) // (1 if DOWN else k)
-        target = gl.load(here + own, mask=own < left, other=0).to(gl.int64) * height
+        row = gl.where(r < left, row, 0) // (1 if DOWN else k)
         cells = source + (row.to(gl.int64) * width)[:, None] + c[None, :]
         inside = (r < left)[:, None]
         values = gl.load(cells, mask=inside & (c < width)[None, :], other=0.0)
@@ -163,11 +166,9 @@ def stream(
             gl.thread_barrier()  # all have the tile and, of an item's first, its rows
             _ask(first, second, tiles, ready, stage, next_e, next_slab, height, step + STAGES < end, DOWN)
             next_item, next_e, next_slab = _following(ends, next_item, next_e, next_slab, slabs)
-            y = mma_v2(one, w, zero)
-            if DOWN:
-                y = mma_v2(other, v, y)
-            else:
-                y = unit(y, mma_v2(one, v, zero), gate_cap, up_cap, UNIT, COARSE)
+            y = mma_v2(one, w, zero)  # two chains of products at once
+            z = mma_v2(other, v, zero)
+            y = y + z if DOWN else unit(y, z, gate_cap, up_cap, UNIT, COARSE)
             column = s * SLAB + feature
             wanted = (own < left)[:, None] & (column < height)[None, :]
             gl.store(out + target[:, None] + column[None, :], y.to(out.dtype.element_ty), mask=wanted)
@@ -191,15 +192,19 @@ def stream_experts(
     """The same as `experts.listed_experts`."""
     (n, L), (E, F, _) = x.shape, w1.shape
     hidden, out = x.new_empty(n * k, F), x.new_empty(n * k, L)
-    programs = LAUNCH["PROGRAMS"] * torch.cuda.get_device_properties(x.device).multi_processor_count
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     options = {
-        "k": k, "UNIT": kind, "COARSE": x.dtype == torch.bfloat16, "STAGES": LAUNCH["STAGES"],
-        "EXPERTS": max(32, triton.next_power_of_2(E)), "num_warps": 4, **early(x),
+        "k": k, "UNIT": kind, "COARSE": x.dtype == torch.bfloat16, "num_warps": 4,
+        "EXPERTS": max(32, triton.next_power_of_2(E)), **early(x),
     }  # fmt: skip
-    caps = gate_cap, up_cap
-    stream[(programs,)](
-        x, _tiles(w1), _tiles(w3), lists, counts, hidden, n, E, L, F, *caps, DOWN=False, **options
+    lists_and_caps = lists, counts, gate_cap, up_cap
+    programs, stages = UNITS
+    stream[(programs * processors,)](
+        x, _tiles(w1), _tiles(w3), hidden, n, E, L, F, *lists_and_caps, DOWN=False, STAGES=stages, **options
     )
+    programs, stages = DOWNS
     down = _tiles(w2)
-    stream[(programs,)](hidden, down, down, lists, counts, out, n, E, F, L, *caps, DOWN=True, **options)
+    stream[(programs * processors,)](
+        hidden, down, down, out, n, E, F, L, *lists_and_caps, DOWN=True, STAGES=stages, **options
+    )
     return out
