@@ -15,6 +15,14 @@ import torch
 
 from openk3.errors import InvalidInput
 from openk3.ops.activation import Activation
+from openk3.ops.decoding.checks import (
+    check_experts,
+    check_into,
+    check_lists,
+    check_places,
+    check_rows,
+    check_vectors,
+)
 from openk3.ops.decoding.tokens import MOST_LIKELY, most_likely
 from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
@@ -132,8 +140,8 @@ def mixed_products(
         )
     if mix is None and len(bank) != 1:
         raise InvalidInput(f"{name}: {len(bank)} sources are mixed by a query, got none")
-    _check_rows(name, bank, joined)
-    _check_vectors(name, bank.shape[2], gain, *(mix[:2] if mix is not None else ()))
+    check_rows(name, bank, joined.matrix)
+    check_vectors(name, bank.shape[2], gain, *(mix[:2] if mix is not None else ()))
     fits = bank.shape[2] <= WIDEST and not bank.shape[2] % 2 and len(bank) <= 32
     if choose(name, bank, implementation, kernels=fits, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels.products import mixed_products as run
@@ -149,7 +157,7 @@ def products(x: Tensor, joined: Joined, *, implementation: Implementation | None
         raise InvalidInput(
             f"products: x must be [n, {joined.matrix.shape[1]}], contiguous, got {tuple(x.shape)}"
         )
-    _check_rows("products", x, joined)
+    check_rows("products", x, joined.matrix)
     if choose("products", x, implementation, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels.products import products as run
     else:
@@ -186,7 +194,7 @@ def products_into(
         KernelUnavailable: the forced implementation cannot run here.
     """
     name = "products_into"
-    _check_into(name, out, weight, x, norm, gate, unit)
+    check_into(name, out, weight, x, norm, gate, unit)
     if choose(name, out, implementation, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels.products import products_into as run
     else:
@@ -227,7 +235,7 @@ def choose_experts(
         )
     check_floating("choose_experts", logits=logits, bias=bias)
     if lists is not None:
-        _check_lists("choose_experts", lists, *logits.shape)
+        check_lists("choose_experts", lists, *logits.shape)
     fits = logits.dtype == bias.dtype == torch.float32 and logits.shape[1] <= 4096
     if choose("choose_experts", logits, implementation, kernels=fits, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels import experts
@@ -275,7 +283,7 @@ def expert_sums(
         InvalidInput: shapes do not fit.
         KernelUnavailable: the forced implementation cannot run here.
     """
-    fits = _check_experts("expert_sums", x, ids, weights, w1, w3, w2)
+    fits = check_experts("expert_sums", x, ids, weights, w1, w3, w2)
     if choose("expert_sums", x, implementation, kernels=fits, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels.experts import expert_sums as run
     else:
@@ -316,11 +324,11 @@ def experts_into(
         KernelUnavailable: the forced implementation cannot run here.
     """
     name = "experts_into"
-    fits = _check_experts(name, x, ids, weights, w1, w3, w2)
+    fits = check_experts(name, x, ids, weights, w1, w3, w2)
     unit = None if shared is None else (*shared, activation)
-    _check_into(name, out, weight, x, norm, None, unit)
+    check_into(name, out, weight, x, norm, None, unit)
     if lists is not None:
-        _check_lists(name, lists, len(x), len(w1))
+        check_lists(name, lists, len(x), len(w1))
     if choose(name, x, implementation, kernels=fits, by_default=TOGETHER.checked) == "triton":
         from openk3.ops.decoding.kernels.many import experts_into as run
 
@@ -367,8 +375,8 @@ def append_latents(
             f"{name}: compressed and latents must be contiguous and of one dtype, got {compressed.dtype} "
             f"and {latents.dtype}"
         )
-    _check_vectors(name, min(gain.numel(), compressed.shape[1]), gain)
-    _check_places(name, compressed, torch.int64, places=places, seen=seen)
+    check_vectors(name, min(gain.numel(), compressed.shape[1]), gain)
+    check_places(name, compressed, torch.int64, places=places, seen=seen)
     fits = compressed.shape[1] <= WIDEST
     if choose("append_latents", compressed, implementation, kernels=fits, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels import rows
@@ -416,8 +424,8 @@ def start_step(
             f"{name}: embedding and out must be contiguous and of one dtype, got {embedding.dtype} and "
             f"{out.dtype}"
         )
-    _check_places(name, out, torch.int64, tokens=tokens)
-    _check_places(name, out, torch.int32, slots=slots)
+    check_places(name, out, torch.int64, tokens=tokens)
+    check_places(name, out, torch.int32, slots=slots)
     if lengths.dim() != 1 or not len(lengths) or lengths.dtype != torch.int64 or lengths.device != out.device:
         raise InvalidInput(
             f"{name}: lengths must be int64 [slots + 1] on {out.device}, got {lengths.dtype} "
@@ -431,88 +439,3 @@ def start_step(
     from openk3.ops.decoding import eager
 
     return eager.start_step(tokens, slots, embedding, lengths, out)
-
-
-def _check_experts(
-    name: str, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor
-) -> bool:
-    """Whether kernels take such experts."""
-    shapes = [tuple(t.shape) for t in (x, ids, weights, w1, w3, w2)]
-    (E, F, L), (n, k) = (tuple(t.shape) if t.dim() == d else (-1,) * d for t, d in ((w1, 3), (ids, 2)))
-    if shapes != [(n, L), (n, k), (n, k), (E, F, L), (E, F, L), (E, L, F)]:
-        raise InvalidInput(
-            f"{name}: got {shapes}; want x [n, l], ids and weights [n, k], w1 and w3 [E, F, l], w2 [E, l, F]"
-        )
-    check_floating(name, x=x, weights=weights, w1=w1, w3=w3, w2=w2)
-    if not x.dtype == w1.dtype == w3.dtype == w2.dtype or ids.dtype != torch.int64 or ids.device != x.device:
-        raise InvalidInput(
-            f"{name}: x is {x.dtype}, experts are {w1.dtype}, {w3.dtype} and {w2.dtype}, ids are "
-            f"{ids.dtype} on {ids.device}; want one dtype, and int64 on {x.device}"
-        )
-    return max(F, L) <= 4096 and all(t.is_contiguous() for t in (x, ids, weights, w1, w3, w2))
-
-
-def _check_lists(name: str, lists: ExpertLists, n: int, E: int) -> None:
-    found = [(x.dtype, tuple(x.shape)) for x in lists]
-    if found != [(torch.int32, (E, n)), (torch.int32, (E,))] or not all(x.is_contiguous() for x in lists):
-        raise InvalidInput(f"{name}: lists must be int32 [{E}, {n}] and [{E}], contiguous, got {found}")
-
-
-def _check_into(
-    name: str,
-    out: Tensor,
-    weight: Tensor,
-    x: Tensor | None,
-    norm: tuple[Tensor, float] | None,
-    gate: Tensor | None,
-    unit: tuple[Tensor, Tensor, Activation] | None,
-) -> None:
-    a, b = 0 if x is None else x.shape[-1], 0 if unit is None else unit[0].shape[-1]
-    given = [t for t in (out, x, gate, *(unit[:2] if unit else ())) if t is not None]
-    if any(t.dim() != 2 for t in (*given, weight)) or not a + b:
-        raise InvalidInput(f"{name}: want matrices, and x or a unit, got {[tuple(t.shape) for t in given]}")
-    check_floating(name, out=out, weight=weight, x=x, gate=gate, **_pair("unit", unit))
-    if any(t.dtype != out.dtype for t in (*given, weight)):
-        raise InvalidInput(f"{name}: all must be {out.dtype}, got {[t.dtype for t in (*given, weight)]}")
-    if (gate is not None and gate.shape[1] != a) or (unit is not None and unit[1].shape[1] != b):
-        raise InvalidInput(
-            f"{name}: gate must be as wide as x, up as gate of a unit, got {[tuple(t.shape) for t in given]}"
-        )
-    if norm is not None:
-        _check_vectors(name, a, norm[0])
-    if weight.shape != (out.shape[1], a + b) or any(len(t) != len(out) for t in given):
-        raise InvalidInput(
-            f"{name}: weight is {tuple(weight.shape)} for {[tuple(t.shape) for t in given]}; "
-            f"want [{out.shape[1]}, {a + b}] and equal rows"
-        )
-    if not all(t.is_contiguous() for t in (*given, weight)) or (norm is not None and gate is not None):
-        raise InvalidInput(f"{name}: tensors must be contiguous, and x has a norm or a gate, not both")
-
-
-def _pair(name: str, unit: tuple[Tensor, Tensor, Activation] | None) -> dict[str, Tensor]:
-    return {} if unit is None else {f"{name}'s gate": unit[0], f"{name}'s up": unit[1]}
-
-
-def _check_rows(name: str, rows: Tensor, joined: Joined) -> None:
-    check_floating(name, rows=rows, joined=joined.matrix)
-    if rows.dtype != joined.matrix.dtype:
-        raise InvalidInput(f"{name}: rows are {rows.dtype}, joined matrices {joined.matrix.dtype}")
-
-
-def _check_vectors(name: str, width: int, *vectors: Tensor) -> None:
-    for x in vectors:
-        if x.shape != (width,) or not x.is_contiguous():
-            raise InvalidInput(
-                f"{name}: gains and queries must be ({width},), contiguous, got {tuple(x.shape)} "
-                f"with strides {x.stride()}"
-            )
-
-
-def _check_places(name: str, rows: Tensor, dtype: torch.dtype, **tensors: Tensor) -> None:
-    """Integers that kernels take addresses from, one for each row."""
-    for what, x in tensors.items():
-        if x.shape != rows.shape[:1] or x.dtype != dtype or x.device != rows.device or not x.is_contiguous():
-            raise InvalidInput(
-                f"{name}: {what} must be {dtype} ({len(rows)},) on {rows.device}, contiguous, got {x.dtype} "
-                f"{tuple(x.shape)} on {x.device}"
-            )

@@ -58,7 +58,7 @@ def launch(H: int, width: int, item_size: int, kilobytes: int, generation: int) 
 def split_for(N: int, tiles: int, max_length: int, places: int) -> int:
     """Tokens of a part, whole tiles, so that programs fill as many places."""
     parts = max(1, places // max(1, N * tiles))
-    tokens = triton.cdiv(max_length, parts * TILE) * TILE
+    tokens = math.ceil(max_length / (parts * TILE)) * TILE
     return min(max(tokens, SMALLEST_PART), LARGEST_PART)
 
 
