@@ -122,6 +122,9 @@ class Mla:
             q[:, None, :, :r], q[:, None, :, r:], pages, rows.pages, rows.filled,
             scale=self.scale, implementation=self.implementation,
         )  # [n, 1, H, r]  # fmt: skip
-        values = torch.bmm(mixed[:, 0].transpose(0, 1), self.to_values).transpose(0, 1).reshape(n, -1)
+        values = mixed.new_empty(n, self.heads, self.to_values.shape[2])
+        torch.bmm(mixed[:, 0].transpose(0, 1), self.to_values, out=values.transpose(0, 1))
         gate_logits = gate[0] if gate else None
-        products_into(out, self.out, values, add=add, gate=gate_logits, implementation=self.implementation)
+        products_into(
+            out, self.out, values.flatten(1), add=add, gate=gate_logits, implementation=self.implementation
+        )
