@@ -275,6 +275,7 @@ def forms(n: int) -> Iterator[tuple[str, list[Change]]]:
         yield f"both, {launch} of each", [*new(), (streams, "UNITS", launch), (streams, "DOWNS", launch)]
     others = {
         "sums apart": [(many, "JOINED", 0)],
+        "weights of steps asked for": [(products, "ASKS", True)],
         "mix by a general kernel": [(products, "MIXED", 0)],
         "torch's argmax": argmax,
         "OVERLAP off": [(early, "OVERLAP", False)],

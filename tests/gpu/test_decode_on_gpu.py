@@ -29,6 +29,7 @@ from openk3.ops.decoding import (
 from ops.closeness import relative_error
 
 many = pytest.importorskip("openk3.ops.decoding.kernels.many")
+products = pytest.importorskip("openk3.ops.decoding.kernels.products")
 streams = pytest.importorskip("openk3.ops.decoding.kernels.streams")
 pytestmark = [
     pytest.mark.gpu,
@@ -181,14 +182,15 @@ def normed(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("S", "n"), [(1, 1), (13, 1), (7, 4), (13, 5), (4, 64), (13, 256)])
-def test_products_of_a_mix_at_r1_widths(S, n):
+@pytest.mark.parametrize("asks", [False, True])
+def test_products_of_a_mix_at_r1_widths(S, n, asks, monkeypatch):
+    monkeypatch.setattr(products, "ASKS", asks)
     bank = torch.randn(S, n, 512, device="cuda").bfloat16()
     weights = [(torch.randn(w, 512, device="cuda") / 22).bfloat16() for w in (1536, 512, 4, 256)]
     query, ones = torch.randn(512, device="cuda").bfloat16(), torch.ones(512, device="cuda").bfloat16()
     mix = StreamMix(query, ones, 1e-5)
-    outputs = mixed_products(
-        bank, mix, ones, 1e-5, Joined.of(*weights[:3], precise=weights[3]), implementation="triton"
-    )
+    joined = Joined.of(*weights[:3], precise=weights[3])
+    outputs = mixed_products(bank, mix, ones, 1e-5, joined, implementation="triton")
     wide = bank.to(f64)
     shares = torch.softmax(torch.einsum("snd,d->sn", normed(wide), query.to(f64)), 0)
     x = normed(torch.einsum("sn,snd->nd", shares, wide))
@@ -199,7 +201,9 @@ def test_products_of_a_mix_at_r1_widths(S, n):
 
 @pytest.mark.parametrize("n", [5, 64, 65, 300, 600])
 @pytest.mark.parametrize(("a", "gated"), [(512, False), (1024, True), (1088, False)])
-def test_a_product_goes_into_the_stream_in_any_tiles(n, a, gated):
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_product_goes_into_the_stream_in_any_tiles(n, a, gated, whole, monkeypatch):
+    monkeypatch.setattr(products, "WHOLE", ((2**31, products.Tile(16, 16)),) if whole else ())
     out, x, gate = (torch.randn(n, width, device="cuda").bfloat16() for width in (512, a, a))
     weight = (torch.randn(512, a, device="cuda") / 33).bfloat16()
     given = x.to(f64) * gate.to(f64).sigmoid() if gated else x.to(f64)
@@ -208,6 +212,7 @@ def test_a_product_goes_into_the_stream_in_any_tiles(n, a, gated):
     options = {"add": True, "gate": gate if gated else None, "implementation": "triton"}
     products_into(out, weight, x, **options)
     assert relative_error(out, right) < 6e-3
+    monkeypatch.setattr(products, "ASKS", True)  # which changes nothing but time
     products_into(other, weight, x, **options)
     assert torch.equal(out, other)
 

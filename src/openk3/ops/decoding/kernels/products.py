@@ -19,6 +19,7 @@ from openk3.ops.activation import Activation
 from openk3.ops.decoding import BLOCK, Joined, StreamMix
 from openk3.ops.decoding.kernels.early import (
     FEW,
+    ask_for,
     early,
     let_next,
     narrow,
@@ -35,6 +36,7 @@ Tensor = torch.Tensor
 
 WIDEST_PIECE = 2048  # of what a program multiplies with in one piece
 DEPTH = 128  # of a step of a product
+ASKS = False  # programs that go in steps ask for their weights before the rows are there: no card has run it
 WIDEST_MIX = 1024  # of a row of which a program holds all sources
 MIXED = 512  # rows up to which each is mixed by a program of its own; more have work for programs that go on
 
@@ -71,18 +73,33 @@ def _store_block(out, precise, blocks, block, rows, N, y, ROWS: tl.constexpr, CO
 
 
 @triton.jit
-def _store_columns(out, precise, blocks, total, column, rows, N, y):
-    """y `[ROWS, COLUMNS]` of columns `[1, COLUMNS]` of joined outputs, `total` in all, to their places."""
-    joined = column < total
-    entry = blocks + column // 16 * 4
-    before = tl.load(entry, mask=joined, other=0).to(tl.int64)
-    width = tl.load(entry + 1, mask=joined, other=0)
-    own = tl.load(entry + 2, mask=joined, other=0) + column % 16
-    exact = tl.load(entry + 3, mask=joined, other=0) == 1
-    place = before * N + rows.to(tl.int64) * width + own
-    inside = (rows < N) & joined & (own < width)
+def _outputs(blocks, total, first, COLUMNS: tl.constexpr):
+    """Of each 16 of columns from `first` on, of `total`, its entry in `Joined.blocks`; zeros past the end."""
+    entries = ()
+    for i in tl.static_range(COLUMNS // 16):
+        column = first + 16 * i
+        entry = blocks + column // 16 * 4
+        for field in tl.static_range(4):
+            entries = entries + (tl.load(entry + field, mask=column < total, other=0),)  # noqa: RUF005
+    return entries
+
+
+@triton.jit
+def _store_columns(out, precise, entries, rows, N, y, COLUMNS: tl.constexpr):
+    """y `[ROWS, COLUMNS]` to its places, by what `_outputs` returns."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    before, width, own, exact = entries[0], entries[1], entries[2], entries[3] + column * 0
+    for i in tl.static_range(1, COLUMNS // 16):
+        here = column // 16 == i
+        before = tl.where(here, entries[4 * i], before)
+        width = tl.where(here, entries[4 * i + 1], width)
+        own = tl.where(here, entries[4 * i + 2], own)
+        exact = tl.where(here, entries[4 * i + 3], exact)
+    own += column % 16
+    place = before.to(tl.int64) * N + rows.to(tl.int64) * width + own
+    inside = (rows < N) & (own < width)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=inside & (exact == 0))
-    tl.store(precise + place, y.to(precise.dtype.element_ty), mask=inside & exact)
+    tl.store(precise + place, y.to(precise.dtype.element_ty), mask=inside & (exact == 1))
 
 
 @triton.jit
@@ -199,13 +216,16 @@ def _mixed_products(
 
 @triton.jit(do_not_specialize=["N"])
 def _products(
-    x, matrix, blocks, out, precise, N, total, d,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
+    x, matrix, blocks, out, precise, N, total, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, ASK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next(EARLY)
-    wait(EARLY)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    entries = _outputs(blocks, total, tl.program_id(0) * COLUMNS, COLUMNS)
+    if ASK:
+        ask_for(matrix, column, total, d, DEPTH)
+    wait(EARLY)
     y = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, d, DEPTH):
         across = start + tl.arange(0, DEPTH)[None, :]
@@ -213,20 +233,23 @@ def _products(
         a = tl.load(x + rows.to(tl.int64) * d + across, mask=(rows < N) & (across < d), other=0.0)
         w = tl.load(matrix + column.to(tl.int64) * d + down, mask=(column < total) & (down < d), other=0.0)
         y = tl.dot(a, w, y, input_precision="ieee")
-    _store_columns(out, precise, blocks, total, column, rows, N, y)
+    _store_columns(out, precise, entries, rows, N, y, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["N"])
 def _products_into(
     out, weight, x, gain, gate, unit_gate, unit_up, N, d, a, b, eps, gate_cap, up_cap,
     ADD: tl.constexpr, X: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, UNIT: tl.constexpr,
-    COARSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
+    COARSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ASK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next(EARLY)
-    wait(EARLY)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     row = rows.to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    if ASK:
+        ask_for(weight, column, d, a + b, DEPTH)
+    wait(EARLY)
     dtype: tl.constexpr = weight.dtype.element_ty
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     matrix = weight + column.to(tl.int64) * (a + b)
@@ -386,8 +409,12 @@ def _launch_products(x: Tensor, matrix: Tensor, blocks: Tensor, out: Tensor, exa
     count = stages(x) if tile.COLUMNS == BLOCK else min(3, stages(x))  # two programs on a processor
     _products[triton.cdiv(len(matrix), tile.COLUMNS), triton.cdiv(n, tile.ROWS)](
         x, matrix, blocks, out, exact, n, len(matrix), d,
-        **tile._asdict(), DEPTH=DEPTH, num_warps=4, num_stages=count, **early(x),
+        **tile._asdict(), DEPTH=DEPTH, ASK=_asks(x), num_warps=4, num_stages=count, **early(x),
     )  # fmt: skip
+
+
+def _asks(x: Tensor) -> bool:
+    return ASKS and bool(PTX) and bool(early(x)["EARLY"])
 
 
 def _shares(depth: int) -> dict[str, int]:
@@ -493,7 +520,7 @@ def _products_into_in_steps(
     _products_into[(triton.cdiv(d, COLUMNS), tiles)](
         out, weight, x, gain, gate, unit_gate, unit_up, n, d, a, b, eps, gate_cap, up_cap,
         ADD=add, X=x is not None, NORM=gain is not None, GATE=gate is not None,
-        UNIT=unit_of, COARSE=coarse, ROWS=16, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=4,
+        UNIT=unit_of, COARSE=coarse, ROWS=16, COLUMNS=COLUMNS, DEPTH=DEPTH, ASK=_asks(out), num_warps=4,
         num_stages=stages(out), **early(out),
     )  # fmt: skip
 
