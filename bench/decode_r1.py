@@ -265,6 +265,7 @@ def forms(n: int) -> Iterator[tuple[str, list[Change]]]:
         (products, "TILES", [(2**31, Tile(64, 16))]),
         (products, "WHOLE", ()),
         (mla, "PLAIN_PROGRAMS_PER_PROCESSOR", 8),
+        (mla, "STAGES_OF_WHOLE", 2),
         *argmax,
     ]
     yield "first form", first
@@ -282,6 +283,7 @@ def forms(n: int) -> Iterator[tuple[str, list[Change]]]:
         "attention, 8 programs a processor": [(mla, "PLAIN_PROGRAMS_PER_PROCESSOR", 8)],
         "attention, 4 programs a processor": [(mla, "PLAIN_PROGRAMS_PER_PROCESSOR", 4)],
         "attention, 5 stages": [(mla, "launch", lambda *sizes: Launch(16, 64, 4, 5))],
+        "attention, 2 stages": [(mla, "STAGES_OF_WHOLE", 2)],
     }
     for tile in (Tile(64, 16), Tile(64, 32), Tile(64, 64)):
         if tile != next(tile for most, tile in products.TILES if n <= most):

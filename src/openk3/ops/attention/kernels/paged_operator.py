@@ -20,6 +20,9 @@ MIX = {"PARTS": 16, "COLUMNS": 128, "num_warps": 4}
 # many as run there at once; and tokens of a part: fewer are not worth the mixing, more would gain nothing.
 PROGRAMS_PER_PROCESSOR = 8
 PLAIN_PROGRAMS_PER_PROCESSOR = 2
+# Of the plain kernel on Hopper where a part is a whole sequence: a page's number is a load before its tokens,
+# so that two stages have one tile on its way, five have two. Shorter parts lose by it.
+STAGES_OF_WHOLE = 5
 SMALLEST_PART, LARGEST_PART = 128, 8192
 HOPPER_HEADS = 17  # from so many on; fewer leave its products idle, and smaller programs hide more latency
 
@@ -125,6 +128,8 @@ def _decode(
     programs = PROGRAMS_PER_PROCESSOR if hopper else PLAIN_PROGRAMS_PER_PROCESSOR
     split = split or split_for(N, tiles, max_length, programs * here.processors)
     parts = triton.cdiv(max_length, split)
+    if parts == 1 and R <= 256 and here.capability == (9, 0) and chosen.num_stages == 2:  # wider ones spill
+        chosen = chosen._replace(num_stages=STAGES_OF_WHOLE)
     to, to_lse = out, lse
     if parts > 1:
         to = q_latent.new_empty(parts, queries, R, dtype=torch.float32)
