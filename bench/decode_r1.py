@@ -1,14 +1,14 @@
 """Decoding with the recipe r1 on a GPU: a step of 1, 64 and 256 sequences at context 2,048, as CUDA graphs.
 
-    python bench/decode_r1.py [h200] [--profile] [--variants]
+    python bench/decode_r1.py [h200] [--new] [--profile] [--variants]
 
 First logits are compared with the whole forward in float64, on four layers of r1. Then `r1_decode_b1`, `_b64`
 and `_b256`: the share of the byte floor that a greedy step reaches, logits and choice included. The floor
 counts what must be read and written whatever the code: weights of the experts that tokens really go to, KDA
 states twice, MLA latents, the head; at the bandwidth of a copy. States are random, tokens are those that
 the model chooses. The peer is the plain loop: `K3.forward` on each step's tokens.
-`--profile` prints a step's kernels by time; `--variants` tries other forms and sizes than those that run for
-many sequences.
+`--new` takes the forms that no card has run yet; `--profile` prints a step's kernels by time; `--variants`
+tries other forms and sizes than those that run for many sequences.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import argparse
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from unittest.mock import patch
 
@@ -63,7 +63,7 @@ def in_float64(model: K3) -> K3:
 
 
 @torch.inference_mode()
-def check(n: int, steps: int = 4) -> None:
+def check(n: int, steps: int = 4, form: str = "") -> None:
     """Relative L2 errors of a step's logits, ours and the plain loop's, over `steps` steps after prompts."""
     model = filled(R1.model_copy(update={"num_layers": 4, "vocab_size": 4096}))
     exact = in_float64(model)
@@ -88,7 +88,9 @@ def check(n: int, steps: int = 4) -> None:
         ours.append(float((logits["ours"] - right).norm() / right.norm()))
         plain.append(float((logits["plain"] - right).norm() / right.norm()))
     mine, theirs = (sum(errors) / steps for errors in (ours, plain))
-    print(f"n={n}: relative L2 error of logits {mine:.2e}, of the plain loop's {theirs:.2e}", flush=True)
+    print(
+        f"n={n}{form}: relative L2 error of logits {mine:.2e}, of the plain loop's {theirs:.2e}", flush=True
+    )
     if not mine < LIMIT * theirs:
         raise RuntimeError("the logits are wrong")
 
@@ -231,58 +233,68 @@ def measure(model: K3, n: int, bandwidth: float, steps: Steps, *, profile: bool,
     keep({"plain loop": floor / plain})
 
 
-def forms(n: int) -> Iterator[tuple[str, list[tuple[object, str, object]]]]:
-    """Names of settings, and what each changes: module, name, value."""
-    from openk3.model.decoding import ahead
+Change = tuple[object, str, object]  # module, name, value
+
+
+def new() -> list[Change]:
+    """Experts by a queue of weights, their lists by the choice."""
+    from openk3.ops.decoding.kernels import many
+
+    return [(many, "STREAMED", True), (ffn, "LISTED_BY_CHOICE", True)]
+
+
+def changed(changes: Iterable[Change]) -> ExitStack:
+    patches = ExitStack()
+    for module, attribute, value in changes:
+        patches.enter_context(patch.object(module, attribute, value))
+    return patches
+
+
+def forms(n: int) -> Iterator[tuple[str, list[Change]]]:
+    """Names of settings, and what each changes."""
     from openk3.ops.attention.kernels import paged_operator as mla
-    from openk3.ops.decoding.kernels import early, experts, many, products
-    from openk3.ops.kda.kernels import decode as kda
+    from openk3.ops.decoding.kernels import early, many, products, streams
 
     Tile, Launch = products.Tile, mla.Launch
-    steps16 = [(2**31, Tile(16 if n <= 16 else 64, 16, False))]
-    earlier = {
-        "experts in steps": [(many, "MOST", 0)],
-        "mix by a general kernel": [(products, "MIXED", 0)],
-        "products in steps": [(products, "TILES", steps16)],
-        "into the stream in steps": [(products, "INTO", ())],
-        "KDA waits": [(kda, "STARTS_EARLY", False)],
-        "nothing asked for into the L2": [(ahead, "AHEAD_BYTES", 0)],
-        "torch's argmax": [(Sequences, "choose", staticmethod(lambda logits: logits.argmax(-1)))],
-    }
+    argmax = [(Sequences, "choose", staticmethod(lambda logits: logits.argmax(-1)))]
+    streamed, listed = new()
     yield "as it is", []
-    yield "all as before", [change for changes in earlier.values() for change in changes]
-    yield from earlier.items()
-    yield "OVERLAP off", [(early, "OVERLAP", False)]
-    for megabytes in (8, 16, 32, 40):
-        yield f"{megabytes} MB asked for into the L2", [(ahead, "AHEAD_BYTES", megabytes << 20)]
-    for programs in (0, 264, 2**30):
-        yield f"AHEAD {programs}", [(many, "AHEAD", programs), (many, "ALL_HIT", 2**30)]
-    for features, warps in ((16, 4), (64, 8)):
-        yield (
-            f"UNITS {features}, {warps}",
-            [(many, "UNITS", {"ROWS": 16, "FEATURES": features, "num_warps": warps})],
-        )
-    for columns, warps in ((16, 4), (64, 8)):
-        yield (
-            f"DOWNS {columns}, {warps}",
-            [(many, "DOWNS", {"ROWS": 16, "COLUMNS": columns, "num_warps": warps})],
-        )
-    yield "LISTED 512", [(experts, "LISTED", 512)]
-    for tile in (Tile(64, 16, True), Tile(32, 32, True), Tile(64, 64, False), Tile(64, 32, False)):
+    first = [
+        (many, "JOINED", 0),
+        (products, "MIXED", 0),
+        (products, "TILES", [(2**31, Tile(64, 16))]),
+        (products, "WHOLE", ()),
+        (mla, "PLAIN_PROGRAMS_PER_PROCESSOR", 8),
+        (mla, "STAGES_OF_WHOLE", 2),
+        *argmax,
+    ]
+    yield "first form", first
+    yield "streams", [streamed]
+    yield "lists by the choice", [listed]
+    yield "both", new()
+    for launch in ((1, 3), (1, 4), (1, 6), (2, 2), (2, 3)):
+        yield f"both, {launch} of each", [*new(), (streams, "UNITS", launch), (streams, "DOWNS", launch)]
+    others = {
+        "sums apart": [(many, "JOINED", 0)],
+        "weights of steps asked for": [(products, "ASKS", True)],
+        "mix by a general kernel": [(products, "MIXED", 0)],
+        "torch's argmax": argmax,
+        "OVERLAP off": [(early, "OVERLAP", False)],
+        "attention, 8 programs a processor": [(mla, "PLAIN_PROGRAMS_PER_PROCESSOR", 8)],
+        "attention, 4 programs a processor": [(mla, "PLAIN_PROGRAMS_PER_PROCESSOR", 4)],
+        "attention, 5 stages": [(mla, "launch", lambda *sizes: Launch(16, 64, 4, 5))],
+        "attention, 2 stages": [(mla, "STAGES_OF_WHOLE", 2)],
+    }
+    for tile in (Tile(64, 16), Tile(64, 32), Tile(64, 64)):
         if tile != next(tile for most, tile in products.TILES if n <= most):
-            yield f"products {tuple(tile)}", [(products, "TILES", [(2**31, tile)])]
-    for tile in (Tile(16, 16, True), Tile(16, 32, True), Tile(32, 32, True)):
-        if tile != next(tile for most, tile in products.INTO if n <= most):
-            yield f"into the stream {tuple(tile)}", [(products, "INTO", [(2**31, tile)])]
-    # Fewer stages than five leave one tile on its way at a time: its page is asked for first.
-    parts = CONTEXT + 256 if n >= 256 else 512
-    whole = [(mla, "split_for", lambda *sizes: parts)]
-    yield f"attention, parts of {parts}", whole
-    for tokens, count in ((64, 5), (32, 5), (32, 7)):
-        launch = Launch(16, tokens, 4, count)
-        staged = [(mla, "launch", lambda *sizes, launch=launch: launch)]
-        yield f"attention, {tokens} tokens in {count} stages", staged
-        yield f"attention, {tokens} tokens in {count} stages, parts of {parts}", staged + whole
+            others[f"products {tuple(tile)}"] = [(products, "TILES", [(2**31, tile)])]
+    for tile in (None, Tile(16, 16), Tile(16, 32), Tile(32, 32)):
+        if tile != next((tile for most, tile in products.WHOLE if n <= most), None):
+            whole = () if tile is None else ((2**31, tile),)
+            name = "in steps" if tile is None else str(tuple(tile))
+            others[f"into the stream {name}"] = [(products, "WHOLE", whole)]
+    for name, changes in others.items():
+        yield f"both, {name}", [*new(), *changes]
 
 
 @torch.inference_mode()
@@ -294,9 +306,7 @@ def variants(model: K3, steps: Steps) -> None:
             if steps.passed():
                 print(f"n={n} {name}: out of time", flush=True)
                 continue
-            with ExitStack() as patches:
-                for module, attribute, value in changes:
-                    patches.enter_context(patch.object(module, attribute, value))
+            with changed(changes):
                 try:
                     sequences = Sequences(model, n)
                     logits = sequences.stepper(sequences.tokens, sequences.slots).float()
@@ -314,6 +324,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("device", nargs="?", default="h200", help="names the file of results")
+    options.add_argument("--new", action="store_true", help="rows by what no card has run yet, see `new`")
     options.add_argument("--profile", action="store_true", help="print the kernels of a step")
     options.add_argument("--variants", action="store_true", help="try sizes after the rows")
     add_options(options)
@@ -324,15 +335,19 @@ def main() -> int:
     steps = Steps(None if given.ours_alone else given.device, given.budget)
     for n in (1, 3, 5, 64, 100):
         steps.check(f"errors of {n}", lambda n=n: check(n))  # type: ignore[misc]
+    for n in (5, 64, 256):
+        with changed(new()):
+            steps.check(f"errors of {n}, new", lambda n=n: check(n, form=", new"))  # type: ignore[misc]
     bandwidth = ceilings().bandwidth
     model = filled(R1)
-    for n in (1, 64, 256):
-        steps(
-            f"{n} sequences",
-            lambda n=n: measure(  # type: ignore[misc]
-                model, n, bandwidth, steps, profile=given.profile, alone=given.ours_alone
-            ),
-        )
+    with changed(new() if given.new else ()):
+        for n in (1, 64, 256):
+            steps(
+                f"{n} sequences",
+                lambda n=n: measure(  # type: ignore[misc]
+                    model, n, bandwidth, steps, profile=given.profile, alone=given.ours_alone
+                ),
+            )
     if given.variants:
         steps("variants", lambda: variants(model, steps))
     return steps.status()

@@ -307,9 +307,11 @@ def _launch_decoding_step(n: int, dtype: torch.dtype) -> None:
         products._products_into_op._init_fn(
             x, _empty(d, a + b, dtype=dtype), _empty(n, a, dtype=dtype) if a else None, True,
             _empty(a, dtype=dtype) if normed else None, 1e-5,
-            _empty(n, a, dtype=dtype) if gated else None, *units, "situ", 4.0, 25.0, [],
+            _empty(n, a, dtype=dtype) if gated else None, *units, "situ", 4.0, 25.0,
         )  # fmt: skip
     experts.choose_experts._init_fn(_empty(n, E), _empty(E), 6, 1.0, True)
+    lists = _empty(E, n, dtype=torch.int32), _empty(E, dtype=torch.int32)
+    experts.choose_and_list_experts._init_fn(_empty(n, E), _empty(E), 6, 1.0, True, *lists)
     ids, w1 = _empty(n, 6, dtype=torch.int64), _empty(E, F, latent, dtype=dtype)
     experts._expert_sums_op._init_fn(
         _empty(n, latent, dtype=dtype), ids, _empty(n, 6), w1, w1, _empty(E, latent, F, dtype=dtype),
@@ -318,8 +320,8 @@ def _launch_decoding_step(n: int, dtype: torch.dtype) -> None:
     if products.narrow(x) and n > products.FEW:
         weight, z = _empty(d, latent + 832, dtype=dtype), _empty(n, latent, dtype=dtype)
         many._experts_into_op._init_fn(
-            x, weight, z, ids, _empty(n, 6), w1, w1, _empty(E, latent, F, dtype=dtype), True,
-            _empty(latent, dtype=dtype), 1e-5, *[_empty(n, 832, dtype=dtype)] * 2, "situ", 4.0, 25.0, [],
+            x, weight, z, ids, _empty(n, 6), None, None, w1, w1, _empty(E, latent, F, dtype=dtype), True,
+            _empty(latent, dtype=dtype), 1e-5, *[_empty(n, 832, dtype=dtype)] * 2, "situ", 4.0, 25.0,
         )  # fmt: skip
     tokens.most_likely._init_fn(_empty(n, 1 << 15, dtype=dtype))
     places = _empty(n, dtype=torch.int64)

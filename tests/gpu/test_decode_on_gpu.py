@@ -10,11 +10,12 @@ import torch
 
 from openk3.config.presets import preset
 from openk3.model import K3, DecodeState
-from openk3.model.decoding import BatchStepper
+from openk3.model.decoding import BatchStepper, ffn
 from openk3.model.decoding.batch import generate_batch
 from openk3.model.generate import Sampling, generate
 from openk3.ops.activation import Activation
 from openk3.ops.decoding import (
+    ExpertLists,
     Joined,
     StreamMix,
     append_latents,
@@ -27,6 +28,9 @@ from openk3.ops.decoding import (
 )
 from ops.closeness import relative_error
 
+many = pytest.importorskip("openk3.ops.decoding.kernels.many")
+products = pytest.importorskip("openk3.ops.decoding.kernels.products")
+streams = pytest.importorskip("openk3.ops.decoding.kernels.streams")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -120,7 +124,10 @@ def test_logits_in_fp32_are_those_of_the_model_in_float64(n):
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 5, 17, 64, 80])
-def test_logits_in_bf16_are_as_near_as_the_whole_forward(model, n):
+@pytest.mark.parametrize("streamed", [False, True])
+def test_logits_in_bf16_are_as_near_as_the_whole_forward(model, n, streamed, monkeypatch):
+    monkeypatch.setattr(many, "STREAMED", streamed)
+    monkeypatch.setattr(ffn, "LISTED_BY_CHOICE", streamed)
     mine, plain = errors(model, in_float64(model), n, steps=6)
     assert mine < 2 * plain  # experts that nearly tie fall differently in each
 
@@ -175,14 +182,15 @@ def normed(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("S", "n"), [(1, 1), (13, 1), (7, 4), (13, 5), (4, 64), (13, 256)])
-def test_products_of_a_mix_at_r1_widths(S, n):
+@pytest.mark.parametrize("asks", [False, True])
+def test_products_of_a_mix_at_r1_widths(S, n, asks, monkeypatch):
+    monkeypatch.setattr(products, "ASKS", asks)
     bank = torch.randn(S, n, 512, device="cuda").bfloat16()
     weights = [(torch.randn(w, 512, device="cuda") / 22).bfloat16() for w in (1536, 512, 4, 256)]
     query, ones = torch.randn(512, device="cuda").bfloat16(), torch.ones(512, device="cuda").bfloat16()
     mix = StreamMix(query, ones, 1e-5)
-    outputs = mixed_products(
-        bank, mix, ones, 1e-5, Joined.of(*weights[:3], precise=weights[3]), implementation="triton"
-    )
+    joined = Joined.of(*weights[:3], precise=weights[3])
+    outputs = mixed_products(bank, mix, ones, 1e-5, joined, implementation="triton")
     wide = bank.to(f64)
     shares = torch.softmax(torch.einsum("snd,d->sn", normed(wide), query.to(f64)), 0)
     x = normed(torch.einsum("sn,snd->nd", shares, wide))
@@ -193,16 +201,19 @@ def test_products_of_a_mix_at_r1_widths(S, n):
 
 @pytest.mark.parametrize("n", [5, 64, 65, 300, 600])
 @pytest.mark.parametrize(("a", "gated"), [(512, False), (1024, True), (1088, False)])
-def test_a_product_goes_into_the_stream_in_any_tiles(n, a, gated):
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_product_goes_into_the_stream_in_any_tiles(n, a, gated, whole, monkeypatch):
+    monkeypatch.setattr(products, "WHOLE", ((2**31, products.Tile(16, 16)),) if whole else ())
     out, x, gate = (torch.randn(n, width, device="cuda").bfloat16() for width in (512, a, a))
     weight = (torch.randn(512, a, device="cuda") / 33).bfloat16()
     given = x.to(f64) * gate.to(f64).sigmoid() if gated else x.to(f64)
     right = out.to(f64) + given @ weight.to(f64).T
-    other, ahead = out.clone(), [weight, gate, torch.randn(1 << 20, device="cuda")]
+    other = out.clone()
     options = {"add": True, "gate": gate if gated else None, "implementation": "triton"}
     products_into(out, weight, x, **options)
     assert relative_error(out, right) < 6e-3
-    products_into(other, weight, x, **options, ahead=ahead)
+    monkeypatch.setattr(products, "ASKS", True)  # which changes nothing but time
+    products_into(other, weight, x, **options)
     assert torch.equal(out, other)
 
 
@@ -267,7 +278,14 @@ def test_experts_are_chosen_and_summed_at_r1_widths(n):
 
 @pytest.mark.parametrize("n", [5, 64, 256, 512, 700])
 @pytest.mark.parametrize("crowded", [False, True])
-def test_experts_go_into_the_stream_at_r1_widths_and_equal_calls_give_equal_bits(n, crowded):
+@pytest.mark.parametrize("launch", [None, (1, 3), (2, 3), (1, 6)], ids=str)
+def test_experts_go_into_the_stream_at_r1_widths_and_equal_calls_give_equal_bits(
+    n, crowded, launch, monkeypatch
+):
+    if launch is not None:
+        monkeypatch.setattr(many, "STREAMED", True)
+        monkeypatch.setattr(streams, "UNITS", launch)
+        monkeypatch.setattr(streams, "DOWNS", launch)
     ids, weights = chosen(n)
     if crowded:  # every row goes to expert 7: as many tiles as can be
         ids[:, 0] = torch.where((ids == 7).any(1), ids[:, 0], 7)
@@ -287,6 +305,21 @@ def test_experts_go_into_the_stream_at_r1_widths_and_equal_calls_give_equal_bits
         results.append(out)
     assert relative_error(results[0], right) < 6e-3
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("n", [5, 64, 256])
+def test_a_choice_lists_each_experts_assignments(n):
+    logits, bias = torch.randn(n, 256, device="cuda"), 0.1 * torch.randn(256, device="cuda")
+    counts = torch.zeros(256, dtype=torch.int32, device="cuda")
+    lists = ExpertLists(torch.full((256, n), 10**9, dtype=torch.int32, device="cuda"), counts)
+    ids, weights = choose_experts(logits, bias, 6, lists=lists, implementation="triton")
+    alone = choose_experts(logits, bias, 6, implementation="triton")
+    assert torch.equal(ids, alone[0]) and torch.equal(weights, alone[1])
+    assert torch.equal(counts, torch.bincount(ids.flatten(), minlength=256).int())
+    inside = torch.arange(n, device="cuda") < counts[:, None]
+    assert torch.equal(lists.rows[inside].sort().values, torch.arange(6 * n, device="cuda").int())
+    whose = torch.arange(256, device="cuda")[:, None].expand(256, n)[inside]
+    assert torch.equal(ids.flatten()[lists.rows[inside].long()], whose)
 
 
 @pytest.mark.parametrize("n", [1, 64, 256])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 
 from model.tiny import BASE, VARIANTS, built, packed
 from openk3.errors import InvalidInput
 from openk3.model import K3
-from openk3.model.decoding import BatchStepper, ahead, projections
+from openk3.model.decoding import BatchStepper, projections
 from openk3.model.protocols import LOCAL, LocalDispatch, Seams
 
 
@@ -65,24 +63,6 @@ def test_logits_of_each_row_are_those_of_the_whole_forward(variant, folded, monk
     monkeypatch.setattr(projections, "FOLDED_ELEMENTS", folded)
     model = built(VARIANTS[variant])
     assert largest_error(model, [5, 1, 9], [3, 0, 1], steps=7) < 1e-11
-
-
-def test_each_sublayer_knows_what_the_next_one_reads():
-    model = built(BASE)
-    stepper = BatchStepper(model, 2, 20)
-    sublayers = [sublayer for layer in stepper._layers for _, _, sublayer in layer.sublayers]
-    for sublayer, following in pairwise(sublayers):
-        assert sublayer.ahead[0] is following.inputs.matrix
-        assert all(x.is_contiguous() and x.numel() for x in sublayer.ahead) and len(sublayer.ahead) <= 4
-    assert sublayers[-1].ahead[0].data_ptr() == model.head_weight.data_ptr()
-
-
-def test_what_is_asked_for_ahead_is_so_many_bytes_of_first_or_last_rows(monkeypatch):
-    monkeypatch.setattr(ahead, "AHEAD_BYTES", 400)
-    x, y = torch.arange(60.0).view(20, 3), torch.arange(8.0).view(4, 2)
-    first, last = ahead.part(x, y), ahead.part(x, y, last=True)
-    assert [part.tolist() for part in first] == [x[:16].tolist(), y.tolist()]  # 12 and 8 bytes a row of 200
-    assert [part.tolist() for part in last] == [x[4:].tolist(), y.tolist()]
 
 
 def test_a_row_of_no_sequence_changes_no_slot():

@@ -63,12 +63,16 @@ class Shared:
         self.machine.partition.stored.append(self)
 
     def load(self, layout: object) -> Tensor:
+        self.read_in[self.machine.partition.number] = self.machine.barriers_passed
         return self.data.clone()
 
 
 class View:
     def __init__(self, tile: Shared, order: tuple[int, ...]) -> None:
         self.tile, self.order = tile, order
+
+    def load(self, layout: object) -> Tensor:
+        return self.tile.load(layout).permute(self.order)
 
 
 class Barrier:
@@ -378,7 +382,7 @@ def names(machine: Machine) -> dict[str, Any]:
     gl.convert_layout = lambda x, layout: x
     gl.reshape, gl.permute, gl.sum = torch.reshape, torch.permute, torch.sum
     gl.split, gl.join = (lambda x: x.unbind(-1)), (lambda a, b: torch.stack([a, b], -1))
-    gl.int64, gl.float32 = torch.int64, torch.float64
+    gl.int32, gl.int64, gl.float32 = torch.int32, torch.int64, torch.float64
     return {
         "gl": gl,
         "tl": types.SimpleNamespace(load=machine.load, where=torch.where, minimum=at_most),

@@ -9,6 +9,7 @@ from closeness import relative_error
 from openk3.errors import InvalidInput
 from openk3.ops.activation import Activation
 from openk3.ops.decoding import (
+    ExpertLists,
     Joined,
     StreamMix,
     append_latents,
@@ -25,7 +26,7 @@ from openk3.ops.dispatch import triton_problem
 
 NO_TRITON = triton_problem("cpu")
 if NO_TRITON is None:
-    from openk3.ops.decoding.kernels import early, many
+    from openk3.ops.decoding.kernels import many
     from openk3.ops.decoding.kernels import products as kernels
 
 needs_triton = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
@@ -84,7 +85,7 @@ def test_one_source_is_read_as_it_is(n, implementation):
 
 
 @pytest.mark.parametrize("implementation", BOTH)
-@pytest.mark.parametrize("n", [1, 20, 70], ids=["16 rows", "32 rows", "in steps"])
+@pytest.mark.parametrize("n", [1, 20, 70], ids=["a row", "a tile", "larger tiles"])
 def test_products_lie_apart(n, implementation):
     x, weights = torch.randn(n, 200), [torch.randn(width, 200) for width in (16, 7, 50)]
     outputs = products(x, Joined.of(*weights), implementation=implementation)
@@ -154,6 +155,21 @@ def test_experts_are_the_best_by_biased_score_with_weights_without_the_bias(
 
 
 @pytest.mark.parametrize("implementation", BOTH)
+def test_a_choice_lists_each_experts_assignments_and_adds_none_elsewhere(implementation):
+    logits, bias = torch.randn(9, 20), torch.randn(20)
+    lists = ExpertLists(torch.full((20, 9), -1, dtype=torch.int32), torch.zeros(20, dtype=torch.int32))
+    given = {"scaling_factor": 2.5, "implementation": implementation}
+    ids, weights = choose_experts(logits, bias, 3, lists=lists, **given)
+    alone = choose_experts(logits, bias, 3, **given)
+    assert torch.equal(ids, alone[0]) and torch.equal(weights, alone[1])
+    for e in range(20):
+        right = [a for a, chosen in enumerate(ids.flatten().tolist()) if chosen == e]
+        count = int(lists.counts[e])
+        assert sorted(lists.rows[e, :count].tolist()) == right
+        assert (lists.rows[e, count:] == -1).all()
+
+
+@pytest.mark.parametrize("implementation", BOTH)
 def test_equal_scores_fall_to_the_lower_expert(implementation):
     ids, _ = choose_experts(torch.zeros(2, 50), torch.zeros(50), 4, implementation=implementation)
     assert ids.tolist() == [[0, 1, 2, 3]] * 2
@@ -207,16 +223,24 @@ def test_sums_of_experts_go_into_the_stream_normed_beside_a_unit(n, add, norm, s
 
 
 @needs_triton
-def test_an_expert_is_asked_for_before_its_list_or_after_it_alike(monkeypatch):
+def test_the_order_of_lists_changes_no_bit():
     x, ids, weights, experts = experts_of(23)
-    out = torch.zeros(2, 23, 20)
-    weight = torch.randn(20, 24)
-    for i, programs in enumerate((528, 5)):
-        monkeypatch.setattr(many, "AHEAD", programs)
+    weight, out = torch.randn(20, 24), torch.zeros(3, 23, 20)
+    rows = torch.zeros(6, 23, dtype=torch.int32)
+    counts = torch.zeros(6, dtype=torch.int32)
+    for a, e in enumerate(ids.flatten().tolist()):
+        rows[e, counts[e]] = a
+        counts[e] += 1
+    other = rows.clone()
+    for e in range(6):
+        other[e, : counts[e]] = rows[e, torch.randperm(int(counts[e]))]
+    assert not torch.equal(rows, other)
+    for i, lists in enumerate((None, ExpertLists(rows, counts), ExpertLists(other, counts))):
         experts_into(
-            out[i], weight, x, ids, weights, *experts, Activation(), add=True, implementation="triton"
-        )
-    assert torch.equal(*out)
+            out[i], weight, x, ids, weights, *experts, Activation(), add=True, lists=lists,
+            implementation="triton",
+        )  # fmt: skip
+    assert torch.equal(out[0], out[1]) and torch.equal(out[0], out[2])
 
 
 @needs_triton
@@ -243,10 +267,10 @@ def test_forms_of_earlier_measurements_compute_the_same(n, monkeypatch):
     results = []
     for earlier in (False, True):
         if earlier:
-            monkeypatch.setattr(many, "MOST", 0)
+            monkeypatch.setattr(many, "JOINED", 0)
             monkeypatch.setattr(kernels, "MIXED", 0)
-            monkeypatch.setattr(kernels, "TILES", ((2**31, kernels.Tile(64, 16, False)),))
-            monkeypatch.setattr(kernels, "INTO", ())
+            monkeypatch.setattr(kernels, "TILES", ((2**31, kernels.Tile(64, 16)),))
+            monkeypatch.setattr(kernels, "WHOLE", ())
         out = start.clone()
         experts_into(
             out, weight, x, ids, weights, *experts, Activation(), add=True, norm=(gain, 1e-5),
@@ -256,19 +280,6 @@ def test_forms_of_earlier_measurements_compute_the_same(n, monkeypatch):
         results.append([out, *mixed_products(bank, mix, gain, 1e-6, joined, implementation="triton")])
     for new, old in zip(*results, strict=True):
         assert relative_error(new, old) < 1e-5
-
-
-@needs_triton
-@pytest.mark.parametrize("programs", [1, 32, 130])
-def test_programs_that_ask_ahead_share_all_bytes_of_each_tensor(programs):
-    tensors = [torch.empty(0), torch.empty(7), torch.empty(1 << 14), torch.empty(3, 5, 64).bfloat16()]
-    asked = early.asking(tensors, torch.empty(1), programs, starts_early=True)
-    assert asked["ASK"] == 3
-    for i, bytes_of in enumerate((16, 1 << 16, 1920)):  # in pieces of 16, that of 28 without its last 12
-        size, chunk = asked[f"ask{i}_size"], asked[f"ask{i}_chunk"]
-        assert size == bytes_of and chunk % 16 == 0 and size <= chunk * programs < size + 16 * programs
-    assert asked["ask3_size"] == 0
-    assert early.asking(tensors, torch.empty(1), programs, starts_early=False)["ASK"] == 0
 
 
 @pytest.mark.parametrize("implementation", BOTH)
@@ -387,6 +398,7 @@ def test_what_kernels_would_read_or_write_out_of_bounds_by_is_refused(implementa
         ("want \\[8, 8\\]", ids, {"weight": torch.randn(8, 9)}),
         ("as wide as", ids, {"shared": (x, x[:, :4].contiguous())}),
         ("gains", ids, {"norm": (gain[:4], 1e-5)}),
+        ("lists must", ids, {"lists": ExpertLists(torch.zeros(1, 2), torch.zeros(1))}),
     ]:
         weight = options.pop("weight", torch.randn(8, 16 if "shared" in options else 8))
         with pytest.raises(InvalidInput, match=message):
@@ -407,12 +419,14 @@ def test_operators_are_what_torch_is_told_of_them(n):
     check(ops.joined_products, (torch.randn(n, d), *matrix, *widths))
     x, gate, up = torch.randn(3, n, d).unbind(0)
     out, weight = torch.randn(n, 8), torch.randn(8, 2 * d)
-    check(ops.products_into, (out, weight, x, True, gain, 1e-5, None, gate, up, "situ", 4.0, 25.0, [gate]))
+    check(ops.products_into, (out, weight, x, True, gain, 1e-5, None, gate, up, "situ", 4.0, 25.0))
     check(ops.choose_experts, (torch.randn(n, 6), torch.zeros(6), 2, 1.0, True))
+    lists = torch.zeros(6, n, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
+    check(ops.choose_and_list_experts, (torch.randn(n, 6), torch.zeros(6), 2, 1.0, True, *lists))
     ids, experts = torch.tensor([[2, 0], [0, 1], [1, 2], [0, 2], [1, 0]])[:n], torch.randn(3, d, d)
     check(ops.expert_sums, (x, ids, torch.rand(n, 2), experts, experts, experts, "glu", 4.0, 25.0))
-    given = torch.randn(n, 8), torch.randn(8, 2 * d), x, ids, torch.rand(n, 2), experts, experts, experts
-    check(ops.experts_into, (*given, True, gain, 1e-5, gate, up, "situ", 4.0, 25.0, [gate]))
+    given = torch.randn(n, 8), torch.randn(8, 2 * d), x, ids, torch.rand(n, 2), None, None, *[experts] * 3
+    check(ops.experts_into, (*given, True, gain, 1e-5, gate, up, "situ", 4.0, 25.0))
     check(ops.most_likely, (x,))
     places, latents = torch.arange(n), torch.randn(n, 3, d)
     check(ops.append_latents, (x, torch.ones(10), 1e-5, latents, places, places % 3))

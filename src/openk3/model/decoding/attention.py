@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from openk3.model.decoding.ahead import part
 from openk3.model.decoding.projections import fold
 from openk3.model.decoding.slots import KdaSlots, MlaSlots, Rows
 from openk3.model.kda import KdaAttention
@@ -51,8 +50,6 @@ class Kda:
         )
         self.kernel_fits = K in HEAD_SIZES and c.conv_width == 4
         self.out = layer.o_proj.weight
-        self.reads = [self.inputs.matrix, *part(memory.S)]
-        self.ahead: list[Tensor] = []
 
     def __call__(self, projected: list[Tensor], rows: Rows, out: Tensor, add: bool) -> None:
         qkv, z, b, gate = projected
@@ -65,7 +62,7 @@ class Kda:
             mixed = kda_decode(qkv, z, b, gate, S, conv, rows.slots, self.weights, implementation=chosen)
         else:
             mixed = self._mixed(qkv, z, b, gate, rows.places)
-        products_into(out, self.out, mixed, add=add, ahead=self.ahead, implementation=self.implementation)
+        products_into(out, self.out, mixed, add=add, implementation=self.implementation)
 
     def _mixed(self, qkv: Tensor, z: Tensor, b: Tensor, gate: Tensor, places: Tensor) -> Tensor:
         """`kda_decode` for any sizes, for rows of no sequence too, without looking at values."""
@@ -105,8 +102,6 @@ class Mla:
         first = last if direct else layer.q_a_proj.weight
         self.inputs = Joined.of(first, layer.kv_a_proj_with_mqa.weight, *gates)
         self.kv_norm, self.out = layer.kv_a_layernorm, layer.o_proj.weight
-        self.reads = [self.inputs.matrix, *part(memory.latents)]
-        self.ahead: list[Tensor] = []
 
     def __call__(self, projected: list[Tensor], rows: Rows, out: Tensor, add: bool) -> None:
         q, compressed, *gate = projected
@@ -127,9 +122,9 @@ class Mla:
             q[:, None, :, :r], q[:, None, :, r:], pages, rows.pages, rows.filled,
             scale=self.scale, implementation=self.implementation,
         )  # [n, 1, H, r]  # fmt: skip
-        values = torch.bmm(mixed[:, 0].transpose(0, 1), self.to_values).transpose(0, 1).reshape(n, -1)
+        values = mixed.new_empty(n, self.heads, self.to_values.shape[2])
+        torch.bmm(mixed[:, 0].transpose(0, 1), self.to_values, out=values.transpose(0, 1))
         gate_logits = gate[0] if gate else None
         products_into(
-            out, self.out, values, add=add, gate=gate_logits, ahead=self.ahead,
-            implementation=self.implementation,
-        )  # fmt: skip
+            out, self.out, values.flatten(1), add=add, gate=gate_logits, implementation=self.implementation
+        )

@@ -52,6 +52,7 @@ class Rows:
     slots: int32 `[n]`, -1 for a row of no sequence. places: int64 `[n]`, the slot, or the spare one.
     seen: int64 `[n]`, tokens before this step's. filled: int32 `[n]`, tokens with it; 0 for no sequence.
     pages: int32 `[n, length / PAGE]`, where each row's latents lie.
+    counts: int32 `[L, E]`, zeros for each layer to count its experts' rows in; None where nobody counts.
     """
 
     slots: Tensor
@@ -59,6 +60,7 @@ class Rows:
     seen: Tensor
     filled: Tensor
     pages: Tensor
+    counts: Tensor | None = None
 
 
 class Slots:

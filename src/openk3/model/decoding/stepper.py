@@ -8,7 +8,7 @@ no gradients, no seams, no text and not when a sequence ends.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import replace
 from typing import TypeGuard
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from openk3.errors import InvalidInput
 from openk3.model.decoder import K3, DecoderLayer
-from openk3.model.decoding.ahead import part
+from openk3.model.decoding import ffn
 from openk3.model.decoding.attention import Kda, Mla
 from openk3.model.decoding.ffn import Dense, Moe
 from openk3.model.decoding.graph import Captured
@@ -26,7 +26,7 @@ from openk3.model.mla import MlaAttention
 from openk3.model.protocols import LOCAL
 from openk3.model.state import DecodeState
 from openk3.ops.attnres import attnres_add_mix_norm
-from openk3.ops.decoding import Joined, StreamMix, mixed_products, products, start_step
+from openk3.ops.decoding import FEW, Joined, StreamMix, mixed_products, products, start_step
 from openk3.ops.dispatch import Implementation
 from openk3.ops.norm import rms_norm
 
@@ -64,17 +64,14 @@ class BatchStepper:
         with torch.inference_mode():
             self.memory = Slots(model.config, slots, length, model.embed_tokens.weight.dtype, model.device)
             self._layers = [
-                _Layer(layer, memory, implementation)  # type: ignore[arg-type]  # a ModuleList forgets its kind
-                for layer, memory in zip(model.layers, self.memory.layers, strict=True)
+                _Layer(layer, memory, number, implementation)  # type: ignore[arg-type]  # as ModuleList has it
+                for number, (layer, memory) in enumerate(zip(model.layers, self.memory.layers, strict=True))
             ]
             self._embedding, self._head = model.embed_tokens.weight, model.head_weight
             mix = model.output_attn_res_proj, model.output_attn_res_norm
             self._read = _Reader(*mix, model.norm, implementation)
-        sublayers = [sublayer for layer in self._layers for _, _, sublayer in layer.sublayers]
-        for sublayer, following in pairwise(sublayers):
-            sublayer.ahead = following.reads
-        sublayers[-1].ahead = part(self._head)
         self._sources = 1 + sum(opens for layer in self._layers for _, opens, _ in layer.sublayers)
+        self._experts = model.config.moe.num_experts if model.config.moe else 0
         self._implementation = implementation
         self._graphs: dict[int, Captured] | None = (
             {} if (model.device.type == "cuda" if graphs is None else graphs) else None
@@ -131,6 +128,9 @@ class BatchStepper:
     def _step(self, tokens: Tensor, slots: Tensor) -> Tensor:
         stream = _Stream(self._embedding, len(tokens), self._sources)
         rows = stream.start(tokens, slots, self.memory, self._implementation)
+        if ffn.LISTED_BY_CHOICE and self._experts and len(tokens) > FEW:
+            counts = torch.zeros(len(self._layers), self._experts, dtype=torch.int32, device=slots.device)
+            rows = replace(rows, counts=counts)
         for layer in self._layers:
             layer(stream, rows)
         return F.linear(self._read(stream), self._head)
@@ -212,7 +212,11 @@ class _Layer:
     """`DecoderLayer`."""
 
     def __init__(
-        self, layer: DecoderLayer, memory: KdaSlots | MlaSlots, implementation: Implementation | None
+        self,
+        layer: DecoderLayer,
+        memory: KdaSlots | MlaSlots,
+        number: int,
+        implementation: Implementation | None,
     ) -> None:
         attention: Kda | Mla
         if isinstance(layer.self_attn, MlaAttention):
@@ -221,14 +225,16 @@ class _Layer:
         else:
             assert isinstance(memory, KdaSlots)
             attention = Kda(layer.self_attn, memory, implementation)
-        ffn = (
-            Moe(layer.block_sparse_moe, implementation) if layer.sparse else Dense(layer.mlp, implementation)
+        below = (
+            Moe(layer.block_sparse_moe, number, implementation)
+            if layer.sparse
+            else Dense(layer.mlp, implementation)
         )
         before_attention = layer.self_attention_res_proj, layer.self_attention_res_norm, layer.input_layernorm
         before_ffn = layer.mlp_res_proj, layer.mlp_res_norm, layer.post_attention_layernorm
         self.sublayers: list[tuple[_Reader, bool, Kda | Mla | Dense | Moe]] = [
             (_Reader(*before_attention, implementation), layer.opens[0], attention),
-            (_Reader(*before_ffn, implementation), layer.opens[1], ffn),
+            (_Reader(*before_ffn, implementation), layer.opens[1], below),
         ]
 
     def __call__(self, stream: _Stream, rows: Rows) -> None:

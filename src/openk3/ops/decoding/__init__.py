@@ -8,7 +8,6 @@ never look at a value from the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,12 +15,21 @@ import torch
 
 from openk3.errors import InvalidInput
 from openk3.ops.activation import Activation
+from openk3.ops.decoding.checks import (
+    check_experts,
+    check_into,
+    check_lists,
+    check_places,
+    check_rows,
+    check_vectors,
+)
 from openk3.ops.decoding.tokens import MOST_LIKELY, most_likely
 from openk3.ops.dispatch import NOWHERE, Implementation, Kernel, choose
 from openk3.ops.inputs import check_floating
 from openk3.ops.precision import own_dtypes
 
 __all__ = [
+    "ExpertLists",
     "Joined",
     "StreamMix",
     "append_latents",
@@ -51,6 +59,7 @@ CHECKED = all(kernel.checked for kernel in KERNELS)
 TOGETHER = Kernel("experts_into", takes="as expert_sums and products_into", checked_on=NOWHERE)
 KERNELS += (TOGETHER, MOST_LIKELY)
 WIDEST = 8192
+FEW = 4  # rows that each program of a product prepares again, and that go to experts one by one
 BLOCK = 16  # outputs of a program at least: what a matrix unit takes
 
 Tensor = torch.Tensor
@@ -131,8 +140,8 @@ def mixed_products(
         )
     if mix is None and len(bank) != 1:
         raise InvalidInput(f"{name}: {len(bank)} sources are mixed by a query, got none")
-    _check_rows(name, bank, joined)
-    _check_vectors(name, bank.shape[2], gain, *(mix[:2] if mix is not None else ()))
+    check_rows(name, bank, joined.matrix)
+    check_vectors(name, bank.shape[2], gain, *(mix[:2] if mix is not None else ()))
     fits = bank.shape[2] <= WIDEST and not bank.shape[2] % 2 and len(bank) <= 32
     if choose(name, bank, implementation, kernels=fits, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels.products import mixed_products as run
@@ -148,7 +157,7 @@ def products(x: Tensor, joined: Joined, *, implementation: Implementation | None
         raise InvalidInput(
             f"products: x must be [n, {joined.matrix.shape[1]}], contiguous, got {tuple(x.shape)}"
         )
-    _check_rows("products", x, joined)
+    check_rows("products", x, joined.matrix)
     if choose("products", x, implementation, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels.products import products as run
     else:
@@ -166,7 +175,6 @@ def products_into(
     norm: tuple[Tensor, float] | None = None,
     gate: Tensor | None = None,
     unit: tuple[Tensor, Tensor, Activation] | None = None,
-    ahead: Sequence[Tensor] = (),
     implementation: Implementation | None = None,
 ) -> None:
     """out (+)= weight [f(x); act(gate, up)], rounded once before the addition.
@@ -179,8 +187,6 @@ def products_into(
         norm: gain `[a]` and eps of an RMSNorm, if f is one.
         gate: `[n, a]` logits, if f is x * sigmoid(gate); not with a norm.
         unit: gate and up, each `[n, b]` contiguous, and the gated unit; None with b = 0.
-        ahead: up to 4 contiguous tensors that are read next, in this order: on the way the card may bring
-            them nearer. Changes no result.
         implementation: as in `mixed_products`.
 
     Raises:
@@ -188,12 +194,23 @@ def products_into(
         KernelUnavailable: the forced implementation cannot run here.
     """
     name = "products_into"
-    _check_into(name, out, weight, x, norm, gate, unit)
+    check_into(name, out, weight, x, norm, gate, unit)
     if choose(name, out, implementation, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels.products import products_into as run
     else:
         from openk3.ops.decoding.eager import products_into as run
-    run(out, weight, x, add, norm, gate, unit, list(ahead))
+    run(out, weight, x, add, norm, gate, unit)
+
+
+class ExpertLists(NamedTuple):
+    """Which rows go to an expert, for kernels that read an expert once for all its rows.
+
+    rows: int32 `[E, n]`; of an expert's assignments (row * k + slot) the first `counts` count, in any order.
+    counts: int32 `[E]`.
+    """
+
+    rows: Tensor
+    counts: Tensor
 
 
 @own_dtypes
@@ -204,24 +221,37 @@ def choose_experts(
     *,
     scaling_factor: float = 1.0,
     renormalize: bool = True,
+    lists: ExpertLists | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The ids `[n, k]` int64 and weights `[n, k]` of `openk3.ops.moe.route`, whose arguments these are."""
+    """The ids `[n, k]` int64 and weights `[n, k]` of `openk3.ops.moe.route`, whose arguments these are.
+
+    lists: to be filled on the way; their counts are zero before.
+    """
     if logits.dim() != 2 or bias.shape != logits.shape[1:] or not 1 <= k <= len(bias):
         raise InvalidInput(
             f"choose_experts: logits are {tuple(logits.shape)}, bias is {tuple(bias.shape)} and k is {k}; "
             "want [n, E], [E] and 1 to E"
         )
     check_floating("choose_experts", logits=logits, bias=bias)
+    if lists is not None:
+        check_lists("choose_experts", lists, *logits.shape)
     fits = logits.dtype == bias.dtype == torch.float32 and logits.shape[1] <= 4096
     if choose("choose_experts", logits, implementation, kernels=fits, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels import experts
 
-        ids, weights = experts.choose_experts(logits, bias, k, scaling_factor, renormalize)
+        given = logits, bias, k, scaling_factor, renormalize
+        if lists is None:
+            ids, weights = experts.choose_experts(*given)
+        else:
+            ids, weights = experts.choose_and_list_experts(*given, *lists)
         return ids, weights
     from openk3.ops.decoding import eager
 
-    return eager.choose_experts(logits, bias, k, scaling_factor, renormalize)
+    ids, weights = eager.choose_experts(logits, bias, k, scaling_factor, renormalize)
+    if lists is not None:
+        eager.list_experts(ids, *lists)
+    return ids, weights
 
 
 @own_dtypes
@@ -253,7 +283,7 @@ def expert_sums(
         InvalidInput: shapes do not fit.
         KernelUnavailable: the forced implementation cannot run here.
     """
-    fits = _check_experts("expert_sums", x, ids, weights, w1, w3, w2)
+    fits = check_experts("expert_sums", x, ids, weights, w1, w3, w2)
     if choose("expert_sums", x, implementation, kernels=fits, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels.experts import expert_sums as run
     else:
@@ -276,15 +306,16 @@ def experts_into(
     add: bool,
     norm: tuple[Tensor, float] | None = None,
     shared: tuple[Tensor, Tensor] | None = None,
-    ahead: Sequence[Tensor] = (),
+    lists: ExpertLists | None = None,
     implementation: Implementation | None = None,
 ) -> None:
     """`products_into` of `expert_sums`, in one operator: sums stay in fp32 up to their norm.
 
     Args:
-        out, weight, add, norm, ahead: as in `products_into`, of which the sums are x.
+        out, weight, add, norm: as in `products_into`, of which the sums are x.
         x, ids, weights, w1, w3, w2, activation: as in `expert_sums`.
         shared: gate and up of a unit beside the sums, of the same activation, each `[n, b]` contiguous.
+        lists: of these ids, as `choose_experts` has filled them; not checked.
         implementation: as in `mixed_products`. Where no card has checked the operator, the two that it
             consists of run.
 
@@ -293,16 +324,18 @@ def experts_into(
         KernelUnavailable: the forced implementation cannot run here.
     """
     name = "experts_into"
-    fits = _check_experts(name, x, ids, weights, w1, w3, w2)
+    fits = check_experts(name, x, ids, weights, w1, w3, w2)
     unit = None if shared is None else (*shared, activation)
-    _check_into(name, out, weight, x, norm, None, unit)
+    check_into(name, out, weight, x, norm, None, unit)
+    if lists is not None:
+        check_lists(name, lists, len(x), len(w1))
     if choose(name, x, implementation, kernels=fits, by_default=TOGETHER.checked) == "triton":
         from openk3.ops.decoding.kernels.many import experts_into as run
 
-        run(out, weight, x, ids, weights, w1, w3, w2, activation, add, norm, shared, list(ahead))
+        run(out, weight, x, ids, weights, w1, w3, w2, activation, add, norm, shared, lists)
         return
     u = expert_sums(x, ids, weights, w1, w3, w2, activation, implementation=implementation)
-    products_into(out, weight, u, add=add, norm=norm, unit=unit, ahead=ahead, implementation=implementation)
+    products_into(out, weight, u, add=add, norm=norm, unit=unit, implementation=implementation)
 
 
 @own_dtypes
@@ -342,8 +375,8 @@ def append_latents(
             f"{name}: compressed and latents must be contiguous and of one dtype, got {compressed.dtype} "
             f"and {latents.dtype}"
         )
-    _check_vectors(name, min(gain.numel(), compressed.shape[1]), gain)
-    _check_places(name, compressed, torch.int64, places=places, seen=seen)
+    check_vectors(name, min(gain.numel(), compressed.shape[1]), gain)
+    check_places(name, compressed, torch.int64, places=places, seen=seen)
     fits = compressed.shape[1] <= WIDEST
     if choose("append_latents", compressed, implementation, kernels=fits, by_default=CHECKED) == "triton":
         from openk3.ops.decoding.kernels import rows
@@ -391,8 +424,8 @@ def start_step(
             f"{name}: embedding and out must be contiguous and of one dtype, got {embedding.dtype} and "
             f"{out.dtype}"
         )
-    _check_places(name, out, torch.int64, tokens=tokens)
-    _check_places(name, out, torch.int32, slots=slots)
+    check_places(name, out, torch.int64, tokens=tokens)
+    check_places(name, out, torch.int32, slots=slots)
     if lengths.dim() != 1 or not len(lengths) or lengths.dtype != torch.int64 or lengths.device != out.device:
         raise InvalidInput(
             f"{name}: lengths must be int64 [slots + 1] on {out.device}, got {lengths.dtype} "
@@ -406,82 +439,3 @@ def start_step(
     from openk3.ops.decoding import eager
 
     return eager.start_step(tokens, slots, embedding, lengths, out)
-
-
-def _check_experts(
-    name: str, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor
-) -> bool:
-    """Whether kernels take such experts."""
-    shapes = [tuple(t.shape) for t in (x, ids, weights, w1, w3, w2)]
-    (E, F, L), (n, k) = (tuple(t.shape) if t.dim() == d else (-1,) * d for t, d in ((w1, 3), (ids, 2)))
-    if shapes != [(n, L), (n, k), (n, k), (E, F, L), (E, F, L), (E, L, F)]:
-        raise InvalidInput(
-            f"{name}: got {shapes}; want x [n, l], ids and weights [n, k], w1 and w3 [E, F, l], w2 [E, l, F]"
-        )
-    check_floating(name, x=x, weights=weights, w1=w1, w3=w3, w2=w2)
-    if not x.dtype == w1.dtype == w3.dtype == w2.dtype or ids.dtype != torch.int64 or ids.device != x.device:
-        raise InvalidInput(
-            f"{name}: x is {x.dtype}, experts are {w1.dtype}, {w3.dtype} and {w2.dtype}, ids are "
-            f"{ids.dtype} on {ids.device}; want one dtype, and int64 on {x.device}"
-        )
-    return max(F, L) <= 4096 and all(t.is_contiguous() for t in (x, ids, weights, w1, w3, w2))
-
-
-def _check_into(
-    name: str,
-    out: Tensor,
-    weight: Tensor,
-    x: Tensor | None,
-    norm: tuple[Tensor, float] | None,
-    gate: Tensor | None,
-    unit: tuple[Tensor, Tensor, Activation] | None,
-) -> None:
-    a, b = 0 if x is None else x.shape[-1], 0 if unit is None else unit[0].shape[-1]
-    given = [t for t in (out, x, gate, *(unit[:2] if unit else ())) if t is not None]
-    if any(t.dim() != 2 for t in (*given, weight)) or not a + b:
-        raise InvalidInput(f"{name}: want matrices, and x or a unit, got {[tuple(t.shape) for t in given]}")
-    check_floating(name, out=out, weight=weight, x=x, gate=gate, **_pair("unit", unit))
-    if any(t.dtype != out.dtype for t in (*given, weight)):
-        raise InvalidInput(f"{name}: all must be {out.dtype}, got {[t.dtype for t in (*given, weight)]}")
-    if (gate is not None and gate.shape[1] != a) or (unit is not None and unit[1].shape[1] != b):
-        raise InvalidInput(
-            f"{name}: gate must be as wide as x, up as gate of a unit, got {[tuple(t.shape) for t in given]}"
-        )
-    if norm is not None:
-        _check_vectors(name, a, norm[0])
-    if weight.shape != (out.shape[1], a + b) or any(len(t) != len(out) for t in given):
-        raise InvalidInput(
-            f"{name}: weight is {tuple(weight.shape)} for {[tuple(t.shape) for t in given]}; "
-            f"want [{out.shape[1]}, {a + b}] and equal rows"
-        )
-    if not all(t.is_contiguous() for t in (*given, weight)) or (norm is not None and gate is not None):
-        raise InvalidInput(f"{name}: tensors must be contiguous, and x has a norm or a gate, not both")
-
-
-def _pair(name: str, unit: tuple[Tensor, Tensor, Activation] | None) -> dict[str, Tensor]:
-    return {} if unit is None else {f"{name}'s gate": unit[0], f"{name}'s up": unit[1]}
-
-
-def _check_rows(name: str, rows: Tensor, joined: Joined) -> None:
-    check_floating(name, rows=rows, joined=joined.matrix)
-    if rows.dtype != joined.matrix.dtype:
-        raise InvalidInput(f"{name}: rows are {rows.dtype}, joined matrices {joined.matrix.dtype}")
-
-
-def _check_vectors(name: str, width: int, *vectors: Tensor) -> None:
-    for x in vectors:
-        if x.shape != (width,) or not x.is_contiguous():
-            raise InvalidInput(
-                f"{name}: gains and queries must be ({width},), contiguous, got {tuple(x.shape)} "
-                f"with strides {x.stride()}"
-            )
-
-
-def _check_places(name: str, rows: Tensor, dtype: torch.dtype, **tensors: Tensor) -> None:
-    """Integers that kernels take addresses from, one for each row."""
-    for what, x in tensors.items():
-        if x.shape != rows.shape[:1] or x.dtype != dtype or x.device != rows.device or not x.is_contiguous():
-            raise InvalidInput(
-                f"{name}: {what} must be {dtype} ({len(rows)},) on {rows.device}, contiguous, got {x.dtype} "
-                f"{tuple(x.shape)} on {x.device}"
-            )

@@ -47,7 +47,6 @@ def products_into(
     norm: tuple[Tensor, float] | None,
     gate: Tensor | None,
     unit: tuple[Tensor, Tensor, Activation] | None,
-    ahead: list[Tensor],
 ) -> None:
     """See `openk3.ops.decoding.products_into`."""
     parts = []
@@ -76,6 +75,15 @@ def choose_experts(
     chosen = ordered.indices[:, :k], ordered.values[:, -1]
     routing = decide(logits, bias, k, scaling_factor, renormalize, chosen)
     return routing.ids, routing.weights
+
+
+def list_experts(ids: Tensor, rows: Tensor, counts: Tensor) -> None:
+    """Fills `openk3.ops.decoding.ExpertLists`."""
+    expert = ids.flatten()
+    mine = torch.arange(len(counts), device=ids.device)[:, None] == expert  # [E, n k]
+    counts.copy_(mine.sum(1))
+    assignment = torch.arange(len(expert), dtype=torch.int32, device=ids.device)
+    rows[expert, (mine.cumsum(1) - 1)[expert, assignment]] = assignment
 
 
 def expert_sums(

@@ -16,9 +16,13 @@ Tensor = torch.Tensor
 
 TILE = 64
 MIX = {"PARTS": 16, "COLUMNS": 128, "num_warps": 4}
-# Programs a processor, so that the last ones to end do not leave it idle for long; and tokens of a part:
-# fewer are not worth the mixing, more would gain nothing.
+# Programs a processor, so that the last ones to end do not leave it idle for long, of the plain kernel as
+# many as run there at once; and tokens of a part: fewer are not worth the mixing, more would gain nothing.
 PROGRAMS_PER_PROCESSOR = 8
+PLAIN_PROGRAMS_PER_PROCESSOR = 2
+# Of the plain kernel on Hopper where a part is a whole sequence: a page's number is a load before its tokens,
+# so that two stages have one tile on its way, five have two. Shorter parts lose by it.
+STAGES_OF_WHOLE = 5
 SMALLEST_PART, LARGEST_PART = 128, 8192
 HOPPER_HEADS = 17  # from so many on; fewer leave its products idle, and smaller programs hide more latency
 
@@ -54,10 +58,10 @@ def launch(H: int, width: int, item_size: int, kilobytes: int, generation: int) 
         rows //= 2
 
 
-def split_for(N: int, tiles: int, max_length: int, processors: int) -> int:
-    """Tokens of a part that keep the device busy; a power of two, so that few lengths compile anew."""
-    parts = max(1, PROGRAMS_PER_PROCESSOR * processors // max(1, N * tiles))
-    tokens = _power_of_two(math.ceil(max_length / parts))
+def split_for(N: int, tiles: int, max_length: int, places: int) -> int:
+    """Tokens of a part, whole tiles, so that programs fill as many places."""
+    parts = max(1, places // max(1, N * tiles))
+    tokens = math.ceil(max_length / (parts * TILE)) * TILE
     return min(max(tokens, SMALLEST_PART), LARGEST_PART)
 
 
@@ -121,8 +125,11 @@ def _decode(
     hopper = hopper_fits(q_latent, q_shared, here.capability)
     chosen = launch(H, R + S, cache.element_size(), here.kilobytes, here.capability[0])
     tiles, last = hopper_tiles(W * H) if hopper else (triton.cdiv(W * H, chosen.ROWS), 0)
-    split = split or split_for(N, tiles, max_length, here.processors)
+    programs = PROGRAMS_PER_PROCESSOR if hopper else PLAIN_PROGRAMS_PER_PROCESSOR
+    split = split or split_for(N, tiles, max_length, programs * here.processors)
     parts = triton.cdiv(max_length, split)
+    if parts == 1 and R <= 256 and here.capability == (9, 0) and chosen.num_stages == 2:  # wider ones spill
+        chosen = chosen._replace(num_stages=STAGES_OF_WHOLE)
     to, to_lse = out, lse
     if parts > 1:
         to = q_latent.new_empty(parts, queries, R, dtype=torch.float32)

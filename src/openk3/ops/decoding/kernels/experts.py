@@ -23,10 +23,11 @@ LISTED = 128  # assignments that a warp looks through
 LIST = {"ROWS": 16, "FEATURES": 64, "DEPTH": 64, "num_warps": 4}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _choose_experts(
-    logits, bias, ids, weights, E, scaling_factor, k: tl.constexpr, RENORMALIZE: tl.constexpr,
-    EXPERTS: tl.constexpr, K: tl.constexpr, EARLY: tl.constexpr,
+    logits, bias, ids, weights, lists, counts, N, E, scaling_factor, k: tl.constexpr,
+    RENORMALIZE: tl.constexpr, LISTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next(EARLY)
     wait(EARLY)
@@ -46,6 +47,10 @@ def _choose_experts(
         best = tl.min(tl.where(rising == tl.max(rising, 0), e, EXPERTS), 0)
         chosen = tl.where(slot == s, best, chosen)
         rising = tl.where(e == best, lowest, rising)
+    if LISTS:  # in whatever order rows come: a row's products do not depend on its place
+        place = tl.atomic_add(counts + chosen, 1, mask=slot < k, sem="relaxed")
+        entry = lists + chosen.to(tl.int64) * N + place
+        tl.store(entry, (t * k + slot).to(tl.int32), mask=slot < k)
     weight = tl.sigmoid(tl.load(logits + t * E + chosen))
     weight = tl.where(slot < k, weight, 0.0)
     if RENORMALIZE:
@@ -203,27 +208,72 @@ def list_rows(ids: Tensor, E: int) -> tuple[Tensor, Tensor]:
     return lists, counts
 
 
+def listed_experts(
+    x: Tensor, lists: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, k: int,
+    kind: str, gate_cap: float, up_cap: float,
+) -> Tensor:  # fmt: skip
+    """What each assignment gives, `[n k, L]`, not yet weighted; lists and counts are those of `list_rows`."""
+    (n, L), (E, F, _), coarse = x.shape, w1.shape, bool(PTX) and x.dtype == torch.bfloat16
+    hidden, rows = x.new_empty(n * k, F), x.new_empty(n * k, L)
+    _list_units[(E, triton.cdiv(F, LIST["FEATURES"]))](
+        x, lists, counts, w1, w3, hidden, n, F, L, gate_cap, up_cap, k=k, UNIT=kind, COARSE=coarse,
+        **LIST, num_stages=stages(x), **early(x),
+    )  # fmt: skip
+    _list_downs[(E, triton.cdiv(L, LIST["FEATURES"]))](
+        hidden, lists, counts, w2, rows, n, F, L, ROWS=LIST["ROWS"], COLUMNS=LIST["FEATURES"],
+        DEPTH=LIST["DEPTH"], num_warps=LIST["num_warps"], num_stages=stages(x), **early(x),
+    )  # fmt: skip
+    return rows
+
+
 @kernel_operator("openk3::choose_experts")
 def choose_experts(
     logits: Tensor, bias: Tensor, k: int, scaling_factor: float, renormalize: bool
 ) -> tuple[Tensor, Tensor]:
     """See `openk3.ops.decoding.choose_experts`."""
-    n, E = logits.shape
-    ids = torch.empty(n, k, dtype=torch.int64, device=logits.device)
-    weights = logits.new_empty(n, k)
-    if n:
-        _choose_experts[(n,)](
-            logits.contiguous(), bias.contiguous(), ids, weights, E, scaling_factor, k=k,
-            RENORMALIZE=renormalize, EXPERTS=max(32, triton.next_power_of_2(E)),
-            K=triton.next_power_of_2(k), num_warps=1, **early(logits),
-        )  # fmt: skip
-    return ids, weights
+    return _choose(logits, bias, k, scaling_factor, renormalize, None, None)
 
 
 @choose_experts.register_fake
 def _(logits, bias, k, scaling_factor, renormalize):
     n = logits.shape[0]
     return logits.new_empty(n, k, dtype=torch.int64), logits.new_empty(n, k)
+
+
+@kernel_operator("openk3::choose_and_list_experts", mutates_args=("lists", "counts"))
+def choose_and_list_experts(
+    logits: Tensor,
+    bias: Tensor,
+    k: int,
+    scaling_factor: float,
+    renormalize: bool,
+    lists: Tensor,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The same with what `list_rows` returns, an expert's assignments in any order; counts `[E]` are zero."""
+    return _choose(logits, bias, k, scaling_factor, renormalize, lists, counts)
+
+
+@choose_and_list_experts.register_fake
+def _(logits, bias, k, scaling_factor, renormalize, lists, counts):
+    n = logits.shape[0]
+    return logits.new_empty(n, k, dtype=torch.int64), logits.new_empty(n, k)
+
+
+def _choose(
+    logits: Tensor, bias: Tensor, k: int, scaling_factor: float, renormalize: bool,
+    lists: Tensor | None, counts: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    n, E = logits.shape
+    ids = torch.empty(n, k, dtype=torch.int64, device=logits.device)
+    weights = logits.new_empty(n, k)
+    if n:
+        _choose_experts[(n,)](
+            logits.contiguous(), bias.contiguous(), ids, weights, lists, counts, n, E, scaling_factor, k=k,
+            RENORMALIZE=renormalize, LISTS=lists is not None, EXPERTS=max(32, triton.next_power_of_2(E)),
+            K=triton.next_power_of_2(k), num_warps=1, **early(logits),
+        )  # fmt: skip
+    return ids, weights
 
 
 def expert_sums(
@@ -245,8 +295,8 @@ def _expert_sums_op(
     out = torch.empty_like(x)
     if not n:
         return out
-    coarse, hidden = bool(PTX) and x.dtype == torch.bfloat16, x.new_empty(n * k, F)
     if n <= FEW:
+        coarse, hidden = bool(PTX) and x.dtype == torch.bfloat16, x.new_empty(n * k, F)
         _expert_units[(n * k, triton.cdiv(F, 16))](
             x, ids, w1, w3, hidden, F, L, gate_cap, up_cap, k=k, UNIT=kind, COARSE=coarse,
             WIDTH=triton.next_power_of_2(L), COLUMNS=16, num_warps=warps(16 * L), **early(x),
@@ -257,15 +307,7 @@ def _expert_sums_op(
         )  # fmt: skip
         return out
     lists, counts = list_rows(ids, E)
-    rows = x.new_empty(n * k, L)
-    _list_units[(E, triton.cdiv(F, LIST["FEATURES"]))](
-        x, lists, counts, w1, w3, hidden, n, F, L, gate_cap, up_cap, k=k, UNIT=kind, COARSE=coarse,
-        **LIST, num_stages=stages(x), **early(x),
-    )  # fmt: skip
-    _list_downs[(E, triton.cdiv(L, LIST["FEATURES"]))](
-        hidden, lists, counts, w2, rows, n, F, L, ROWS=LIST["ROWS"], COLUMNS=LIST["FEATURES"],
-        DEPTH=LIST["DEPTH"], num_warps=LIST["num_warps"], num_stages=stages(x), **early(x),
-    )  # fmt: skip
+    rows = listed_experts(x, lists, counts, w1, w3, w2, k, kind, gate_cap, up_cap)
     WIDTH = triton.next_power_of_2(L)
     _weighted_sums[(n,)](rows, weights, out, L, k=k, WIDTH=WIDTH, num_warps=warps(WIDTH), **early(x))
     return out

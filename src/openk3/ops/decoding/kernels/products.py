@@ -20,7 +20,6 @@ from openk3.ops.decoding import BLOCK, Joined, StreamMix
 from openk3.ops.decoding.kernels.early import (
     FEW,
     ask_for,
-    asking,
     early,
     let_next,
     narrow,
@@ -37,23 +36,24 @@ Tensor = torch.Tensor
 
 WIDEST_PIECE = 2048  # of what a program multiplies with in one piece
 DEPTH = 128  # of a step of a product
+ASKS = False  # programs that go in steps ask for their weights before the rows are there: no card has run it
 WIDEST_MIX = 1024  # of a row of which a program holds all sources
 MIXED = 512  # rows up to which each is mixed by a program of its own; more have work for programs that go on
 
 
 class Tile(NamedTuple):
-    """Of a product of more rows than FEW. WHOLE: a program asks for all of its depth at once, its weights
-    before the rows are there, and each warp multiplies a part of the depth; otherwise it goes in steps."""
+    """Of a product of more rows than FEW."""
 
     ROWS: int
     COLUMNS: int
-    WHOLE: bool
 
 
 # By the number of rows: the first that has as many. Small tiles start and end sooner, large ones read less.
-TILES = ((16, Tile(16, 16, True)), (64, Tile(32, 32, True)), (2**31, Tile(64, 64, False)))
-INTO = ((64, Tile(16, 16, True)), (512, Tile(32, 32, True)))  # of more rows, or wider: in steps
-WIDE_TILES = ((16, Tile(16, 16, False)), (2**31, Tile(64, 16, False)))  # of fp32
+TILES = ((64, Tile(64, 16)), (2**31, Tile(64, 64)))
+WIDE_TILE = Tile(64, 16)  # of fp32
+# Into the stream: a program asks for all of its depth at once, weights before the rows are there, and each
+# warp multiplies a part of the depth; of more rows, or wider, it goes in steps.
+WHOLE = ((64, Tile(16, 16)),)
 WIDEST_WHOLE = 1152  # deeper ones do not fit into registers
 SHARE = 128  # of the depth for a warp, or more
 
@@ -73,18 +73,33 @@ def _store_block(out, precise, blocks, block, rows, N, y, ROWS: tl.constexpr, CO
 
 
 @triton.jit
-def _store_columns(out, precise, blocks, total, column, rows, N, y):
-    """y `[ROWS, COLUMNS]` of columns `[1, COLUMNS]` of joined outputs, `total` in all, to their places."""
-    joined = column < total
-    entry = blocks + column // 16 * 4
-    before = tl.load(entry, mask=joined, other=0).to(tl.int64)
-    width = tl.load(entry + 1, mask=joined, other=0)
-    own = tl.load(entry + 2, mask=joined, other=0) + column % 16
-    exact = tl.load(entry + 3, mask=joined, other=0) == 1
-    place = before * N + rows.to(tl.int64) * width + own
-    inside = (rows < N) & joined & (own < width)
+def _outputs(blocks, total, first, COLUMNS: tl.constexpr):
+    """Of each 16 of columns from `first` on, of `total`, its entry in `Joined.blocks`; zeros past the end."""
+    entries = ()
+    for i in tl.static_range(COLUMNS // 16):
+        column = first + 16 * i
+        entry = blocks + column // 16 * 4
+        for field in tl.static_range(4):
+            entries = entries + (tl.load(entry + field, mask=column < total, other=0),)  # noqa: RUF005
+    return entries
+
+
+@triton.jit
+def _store_columns(out, precise, entries, rows, N, y, COLUMNS: tl.constexpr):
+    """y `[ROWS, COLUMNS]` to its places, by what `_outputs` returns."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    before, width, own, exact = entries[0], entries[1], entries[2], entries[3] + column * 0
+    for i in tl.static_range(1, COLUMNS // 16):
+        here = column // 16 == i
+        before = tl.where(here, entries[4 * i], before)
+        width = tl.where(here, entries[4 * i + 1], width)
+        own = tl.where(here, entries[4 * i + 2], own)
+        exact = tl.where(here, entries[4 * i + 3], exact)
+    own += column % 16
+    place = before.to(tl.int64) * N + rows.to(tl.int64) * width + own
+    inside = (rows < N) & (own < width)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=inside & (exact == 0))
-    tl.store(precise + place, y.to(precise.dtype.element_ty), mask=inside & exact)
+    tl.store(precise + place, y.to(precise.dtype.element_ty), mask=inside & (exact == 1))
 
 
 @triton.jit
@@ -126,29 +141,6 @@ def _part(x, row, width, start: tl.constexpr, inside, SPLIT: tl.constexpr, DEPTH
     return tl.load(x + row.to(tl.int64) * width + column, mask=inside & (column < width), other=0.0)
 
 
-@triton.jit(do_not_specialize=["N"])
-def _whole_products(
-    x, matrix, blocks, out, precise, N, total, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLIT: tl.constexpr, DEPTH: tl.constexpr, REST: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    let_next(EARLY)
-    first, start = tl.program_id(1) * ROWS, tl.program_id(0) * COLUMNS
-    row = first + tl.arange(0, ROWS)[None, :, None]
-    column = start + tl.arange(0, COLUMNS)[None, :, None]
-    w = _part(matrix, column, d, 0, column < total, SPLIT, DEPTH)
-    if REST:
-        w_rest = _part(matrix, column, d, SPLIT * DEPTH, column < total, SPLIT, REST)
-    wait(EARLY)
-    v = _part(x, row, d, 0, row < N, SPLIT, DEPTH)
-    if REST:
-        v_rest = _part(x, row, d, SPLIT * DEPTH, row < N, SPLIT, REST)
-    sums = tl.dot(v, tl.permute(w, 0, 2, 1), input_precision="ieee")
-    if REST:
-        sums = tl.dot(v_rest, tl.permute(w_rest, 0, 2, 1), sums, input_precision="ieee")
-    rows, columns = first + tl.arange(0, ROWS)[:, None], start + tl.arange(0, COLUMNS)[None, :]
-    _store_columns(out, precise, blocks, total, columns, rows, N, tl.sum(sums, 0))
-
-
 @triton.jit
 def _gated(x, logits):
     return (x.to(tl.float32) * short_sigmoid(logits.to(tl.float32))).to(x.dtype)
@@ -156,10 +148,8 @@ def _gated(x, logits):
 
 @triton.jit(do_not_specialize=["N"])
 def _whole_into(
-    out, weight, x, gate, N, d, a, ask0, ask0_size, ask0_chunk, ask1, ask1_size, ask1_chunk,
-    ask2, ask2_size, ask2_chunk, ask3, ask3_size, ask3_chunk, ADD: tl.constexpr, GATE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, DEPTH: tl.constexpr, REST: tl.constexpr,
-    ASK: tl.constexpr, EARLY: tl.constexpr,
+    out, weight, x, gate, N, d, a, ADD: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, SPLIT: tl.constexpr, DEPTH: tl.constexpr, REST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next(EARLY)
     first, start = tl.program_id(1) * ROWS, tl.program_id(0) * COLUMNS
@@ -168,15 +158,6 @@ def _whole_into(
     w = _part(weight, column, a, 0, column < d, SPLIT, DEPTH)
     if REST:
         w_rest = _part(weight, column, a, SPLIT * DEPTH, column < d, SPLIT, REST)
-    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    if ASK > 0:  # after its own weights, of which it cannot wait long
-        ask_for(ask0, ask0_size, ask0_chunk, program, 0 % (32 * SPLIT))
-    if ASK > 1:
-        ask_for(ask1, ask1_size, ask1_chunk, program, 32 % (32 * SPLIT))
-    if ASK > 2:
-        ask_for(ask2, ask2_size, ask2_chunk, program, 64 % (32 * SPLIT))
-    if ASK > 3:
-        ask_for(ask3, ask3_size, ask3_chunk, program, 96 % (32 * SPLIT))
     wait(EARLY)
     v = _part(x, row, a, 0, row < N, SPLIT, DEPTH)
     if GATE:
@@ -235,13 +216,16 @@ def _mixed_products(
 
 @triton.jit(do_not_specialize=["N"])
 def _products(
-    x, matrix, blocks, out, precise, N, total, d,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
+    x, matrix, blocks, out, precise, N, total, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, ASK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next(EARLY)
-    wait(EARLY)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    entries = _outputs(blocks, total, tl.program_id(0) * COLUMNS, COLUMNS)
+    if ASK:
+        ask_for(matrix, column, total, d, DEPTH)
+    wait(EARLY)
     y = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, d, DEPTH):
         across = start + tl.arange(0, DEPTH)[None, :]
@@ -249,20 +233,23 @@ def _products(
         a = tl.load(x + rows.to(tl.int64) * d + across, mask=(rows < N) & (across < d), other=0.0)
         w = tl.load(matrix + column.to(tl.int64) * d + down, mask=(column < total) & (down < d), other=0.0)
         y = tl.dot(a, w, y, input_precision="ieee")
-    _store_columns(out, precise, blocks, total, column, rows, N, y)
+    _store_columns(out, precise, entries, rows, N, y, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["N"])
 def _products_into(
     out, weight, x, gain, gate, unit_gate, unit_up, N, d, a, b, eps, gate_cap, up_cap,
     ADD: tl.constexpr, X: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, UNIT: tl.constexpr,
-    COARSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
+    COARSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ASK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next(EARLY)
-    wait(EARLY)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     row = rows.to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    if ASK:
+        ask_for(weight, column, d, a + b, DEPTH)
+    wait(EARLY)
     dtype: tl.constexpr = weight.dtype.element_ty
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     matrix = weight + column.to(tl.int64) * (a + b)
@@ -418,15 +405,16 @@ def _mixed_products_op(
 
 def _launch_products(x: Tensor, matrix: Tensor, blocks: Tensor, out: Tensor, exact: Tensor) -> None:
     n, d = x.shape
-    tile = next(tile for most, tile in (TILES if narrow(x) else WIDE_TILES) if n <= most)
-    sizes = {"ROWS": tile.ROWS, "COLUMNS": tile.COLUMNS, **early(x)}
-    grid = triton.cdiv(len(matrix), tile.COLUMNS), triton.cdiv(n, tile.ROWS)
-    given = x, matrix, blocks, out, exact, n, len(matrix), d
-    if tile.WHOLE and d <= WIDEST_WHOLE:
-        _whole_products[grid](*given, **_shares(d), **sizes)
-    else:
-        count = stages(x) if tile.COLUMNS == BLOCK else min(3, stages(x))  # two programs on a processor
-        _products[grid](*given, DEPTH=DEPTH, num_warps=4, num_stages=count, **sizes)
+    tile = next(tile for most, tile in TILES if n <= most) if narrow(x) else WIDE_TILE
+    count = stages(x) if tile.COLUMNS == BLOCK else min(3, stages(x))  # two programs on a processor
+    _products[triton.cdiv(len(matrix), tile.COLUMNS), triton.cdiv(n, tile.ROWS)](
+        x, matrix, blocks, out, exact, n, len(matrix), d,
+        **tile._asdict(), DEPTH=DEPTH, ASK=_asks(x), num_warps=4, num_stages=count, **early(x),
+    )  # fmt: skip
+
+
+def _asks(x: Tensor) -> bool:
+    return ASKS and bool(PTX) and bool(early(x)["EARLY"])
 
 
 def _shares(depth: int) -> dict[str, int]:
@@ -469,14 +457,13 @@ def products_into(
     norm: tuple[Tensor, float] | None,
     gate: Tensor | None,
     unit: tuple[Tensor, Tensor, Activation] | None,
-    ahead: list[Tensor],
 ) -> None:
     """See `openk3.ops.decoding.products_into`."""
     gain, eps = norm or (None, 0.0)
     unit_gate, unit_up, activation = unit or (None, None, Activation())
     torch.ops.openk3.products_into(
         out, weight, x, add, gain, eps, gate, unit_gate, unit_up,
-        activation.kind, activation.gate_cap, activation.up_cap, ahead,
+        activation.kind, activation.gate_cap, activation.up_cap,
     )  # fmt: skip
 
 
@@ -484,14 +471,14 @@ def products_into(
 def _products_into_op(
     out: Tensor, weight: Tensor, x: Tensor | None, add: bool, gain: Tensor | None, eps: float,
     gate: Tensor | None, unit_gate: Tensor | None, unit_up: Tensor | None,
-    kind: str, gate_cap: float, up_cap: float, ahead: list[Tensor],
+    kind: str, gate_cap: float, up_cap: float,
 ) -> None:  # fmt: skip
     n, d = out.shape
     if not n:
         return
     a, b = 0 if x is None else x.shape[1], 0 if unit_gate is None else unit_gate.shape[1]
     if n > FEW and x is not None and gain is None and unit_gate is None:
-        launch_into(out, weight, x, gate, add, ahead)
+        launch_into(out, weight, x, gate, add)
         return
     unit_of = "none" if unit_gate is None else kind
     coarse = bool(PTX) and out.dtype == torch.bfloat16
@@ -508,19 +495,16 @@ def _products_into_op(
     )
 
 
-def launch_into(
-    out: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, add: bool, ahead: list[Tensor]
-) -> None:
-    """out (+)= x weight^T, of x * sigmoid(gate) where there is a gate; asks for `ahead` on the way."""
+def launch_into(out: Tensor, weight: Tensor, x: Tensor, gate: Tensor | None, add: bool) -> None:
+    """out (+)= x weight^T, of x * sigmoid(gate) where there is a gate."""
     (n, d), a = out.shape, x.shape[1]
-    tile = next((tile for most, tile in INTO if n <= most), None)
-    if tile is None or not narrow(x) or not tile.WHOLE or a > WIDEST_WHOLE:
+    tile = next((tile for most, tile in WHOLE if n <= most), None)
+    if tile is None or not narrow(x) or a > WIDEST_WHOLE:
         _products_into_in_steps(out, weight, x, add, None, 0.0, gate, None, None, "none", 0.0, 0.0)
         return
-    grid, options = (triton.cdiv(d, tile.COLUMNS), triton.cdiv(n, tile.ROWS)), early(out)
-    _whole_into[grid](
-        out, weight, x, gate, n, d, a, **asking(ahead, out, grid[0] * grid[1], options["EARLY"]),
-        ADD=add, GATE=gate is not None, ROWS=tile.ROWS, COLUMNS=tile.COLUMNS, **_shares(a), **options,
+    _whole_into[triton.cdiv(d, tile.COLUMNS), triton.cdiv(n, tile.ROWS)](
+        out, weight, x, gate, n, d, a,
+        ADD=add, GATE=gate is not None, **tile._asdict(), **_shares(a), **early(out),
     )  # fmt: skip
 
 
@@ -536,11 +520,11 @@ def _products_into_in_steps(
     _products_into[(triton.cdiv(d, COLUMNS), tiles)](
         out, weight, x, gain, gate, unit_gate, unit_up, n, d, a, b, eps, gate_cap, up_cap,
         ADD=add, X=x is not None, NORM=gain is not None, GATE=gate is not None,
-        UNIT=unit_of, COARSE=coarse, ROWS=16, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=4,
+        UNIT=unit_of, COARSE=coarse, ROWS=16, COLUMNS=COLUMNS, DEPTH=DEPTH, ASK=_asks(out), num_warps=4,
         num_stages=stages(out), **early(out),
     )  # fmt: skip
 
 
 @_products_into_op.register_fake
-def _(out, weight, x, add, gain, eps, gate, unit_gate, unit_up, kind, gate_cap, up_cap, ahead):
+def _(out, weight, x, add, gain, eps, gate, unit_gate, unit_up, kind, gate_cap, up_cap):
     return None

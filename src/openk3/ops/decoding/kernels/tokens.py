@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-from openk3.ops.decoding.kernels.early import early, let_next, wait
 from openk3.ops.kernel_operator import kernel_operator
 
 Tensor = torch.Tensor
@@ -23,9 +22,7 @@ def _rising(value):
 
 
 @triton.jit
-def _largest_of_piece(logits, keys, indices, V, pieces, PIECE: tl.constexpr, EARLY: tl.constexpr):
-    let_next(EARLY)
-    wait(EARLY)
+def _largest_of_piece(logits, keys, indices, V, pieces, PIECE: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     value = tl.load(logits + n * V + i, mask=i < V, other=float("-inf")).to(tl.float32)
@@ -37,9 +34,7 @@ def _largest_of_piece(logits, keys, indices, V, pieces, PIECE: tl.constexpr, EAR
 
 
 @triton.jit
-def _largest_of_row(keys, indices, tokens, pieces, PIECES: tl.constexpr, EARLY: tl.constexpr):
-    let_next(EARLY)
-    wait(EARLY)
+def _largest_of_row(keys, indices, tokens, pieces, PIECES: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, PIECES)
     key = tl.load(keys + n * pieces + p, mask=p < pieces, other=-(2**31))
@@ -59,11 +54,9 @@ def most_likely(logits: Tensor) -> Tensor:
     keys, indices = (torch.empty(n, pieces, dtype=torch.int32, device=logits.device) for _ in range(2))
     tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n:
-        _largest_of_piece[(n, pieces)](
-            logits, keys, indices, V, pieces, PIECE=PIECE, num_warps=8, **early(logits)
-        )
+        _largest_of_piece[(n, pieces)](logits, keys, indices, V, pieces, PIECE=PIECE, num_warps=8)
         PIECES = triton.next_power_of_2(pieces)
-        _largest_of_row[(n,)](keys, indices, tokens, pieces, PIECES=PIECES, num_warps=1, **early(logits))
+        _largest_of_row[(n,)](keys, indices, tokens, pieces, PIECES=PIECES, num_warps=1)
     return tokens
 
 

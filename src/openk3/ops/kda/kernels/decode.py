@@ -17,14 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
-from openk3.ops.decoding.kernels.early import early
 from openk3.ops.kda.hopper import hopper_fits
 from openk3.ops.kernel_operator import kernel_operator
 
 Tensor = torch.Tensor
 
 NORM_EPS = 1e-6  # of the L2 norm, as in openk3.ops.norm.l2_norm
-STARTS_EARLY = True  # on Hopper, before the kernel in front of it has ended
 # At K = 128, two programs an SM, so that one loads while the other computes.
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 HOPPER = {"num_warps": 8, "maxnreg": 128, "enable_fp_fusion": False}
@@ -206,7 +204,6 @@ def decode(
         decode_hopper[(N, H)](
             qkv, z, b, gate, state, tail, slots, taps, A_log, dt_bias, norm_weight, out,
             scale, lower_bound or 0.0, norm_eps, NORM_EPS, H=H, BOUNDED=lower_bound is not None, **HOPPER,
-            **(early(qkv) if STARTS_EARLY else {}),
         )  # fmt: skip
     elif N:
         _decode[(N, H)](

@@ -17,7 +17,6 @@ from __future__ import annotations
 from triton.experimental import gluon  # type: ignore[import-untyped]
 from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2  # type: ignore[import-untyped]
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
 from openk3.ops.kda.kernels.hopper_math import add, exp2, reciprocal
 
@@ -158,11 +157,8 @@ def _advance(S, rows, q, beta):
 @gluon.jit
 def decode_hopper(
     qkv, z, b, gate, state, tail, slots, taps, A_log, dt_bias, norm_weight, out,
-    scale, lower_bound, norm_eps, l2_eps, H: gl.constexpr, BOUNDED: gl.constexpr, EARLY: gl.constexpr = False,
+    scale, lower_bound, norm_eps, l2_eps, H: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    if EARLY:  # see openk3.ops.decoding.kernels.early
-        gdc_launch_dependents()
-        gdc_wait()
     WARPS: gl.constexpr = gl.num_warps()
     STATE: gl.constexpr = rows_layout(128, WARPS)
     TOKENS: gl.constexpr = tokens_layout(WARPS)
