@@ -25,8 +25,8 @@ BACKWARD = {"AHEAD": 4, "AHEAD_WIDE": 3, "warps": 8}
 # Both ways with a token's rows in shared memory: columns a warp, warps a processor, rows between barriers.
 RING = {"columns": 512, "warps": 16, "columns_wide": 1024, "warps_wide": 8, "GROUP": 2}
 # All queries.
-SLICES = 7  # of the columns
-PRODUCTS = {"COLUMNS": 128, "STAGES": 3, "num_warps": 4}
+SLICES = 4  # of the columns
+PRODUCTS = {"COLUMNS": 64, "STAGES": 4, "num_warps": 4}
 MIXES = {"COLUMNS": 256, "STAGES": 4, "num_warps": 4}
 
 
