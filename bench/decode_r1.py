@@ -1,13 +1,13 @@
 """Decoding with the recipe r1 on a GPU: a step of 1, 64 and 256 sequences at context 2,048, as CUDA graphs.
 
-    python bench/decode_r1.py [h200] [--new] [--profile] [--variants]
+    python bench/decode_r1.py [h200] [--profile] [--variants]
 
 First logits are compared with the whole forward in float64, on four layers of r1. Then `r1_decode_b1`, `_b64`
 and `_b256`: the share of the byte floor that a greedy step reaches, logits and choice included. The floor
 counts what must be read and written whatever the code: weights of the experts that tokens really go to, KDA
 states twice, MLA latents, the head; at the bandwidth of a copy. States are random, tokens are those that
 the model chooses. The peer is the plain loop: `K3.forward` on each step's tokens.
-`--new` takes the forms that no card has run yet; `--profile` prints a step's kernels by time; `--variants`
+`--profile` prints a step's kernels by time; `--variants`
 tries other forms and sizes than those that run for many sequences.
 """
 
@@ -236,13 +236,6 @@ def measure(model: K3, n: int, bandwidth: float, steps: Steps, *, profile: bool,
 Change = tuple[object, str, object]  # module, name, value
 
 
-def new() -> list[Change]:
-    """Experts by a queue of weights, their lists by the choice."""
-    from openk3.ops.decoding.kernels import many
-
-    return [(many, "STREAMED", True), (ffn, "LISTED_BY_CHOICE", True)]
-
-
 def changed(changes: Iterable[Change]) -> ExitStack:
     patches = ExitStack()
     for module, attribute, value in changes:
@@ -257,7 +250,6 @@ def forms(n: int) -> Iterator[tuple[str, list[Change]]]:
 
     Tile, Launch = products.Tile, mla.Launch
     argmax = [(Sequences, "choose", staticmethod(lambda logits: logits.argmax(-1)))]
-    streamed, listed = new()
     yield "as it is", []
     first = [
         (many, "JOINED", 0),
@@ -269,14 +261,11 @@ def forms(n: int) -> Iterator[tuple[str, list[Change]]]:
         *argmax,
     ]
     yield "first form", first
-    yield "streams", [streamed]
-    yield "lists by the choice", [listed]
-    yield "both", new()
-    for launch in ((1, 3), (1, 4), (1, 6), (2, 2), (2, 3)):
-        yield f"both, {launch} of each", [*new(), (streams, "UNITS", launch), (streams, "DOWNS", launch)]
+    yield "no streams", [(many, "streams_fit", lambda *of: False)]
+    for launch in ((1, 3), (1, 4), (1, 5), (1, 6), (2, 3)):
+        yield f"streams, {launch} of each", [(streams, "UNITS", launch), (streams, "DOWNS", launch)]
     others = {
         "sums apart": [(many, "JOINED", 0)],
-        "weights of steps asked for": [(products, "ASKS", True)],
         "mix by a general kernel": [(products, "MIXED", 0)],
         "torch's argmax": argmax,
         "OVERLAP off": [(early, "OVERLAP", False)],
@@ -294,7 +283,7 @@ def forms(n: int) -> Iterator[tuple[str, list[Change]]]:
             name = "in steps" if tile is None else str(tuple(tile))
             others[f"into the stream {name}"] = [(products, "WHOLE", whole)]
     for name, changes in others.items():
-        yield f"both, {name}", [*new(), *changes]
+        yield name, changes
 
 
 @torch.inference_mode()
@@ -324,7 +313,6 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("device", nargs="?", default="h200", help="names the file of results")
-    options.add_argument("--new", action="store_true", help="rows by what no card has run yet, see `new`")
     options.add_argument("--profile", action="store_true", help="print the kernels of a step")
     options.add_argument("--variants", action="store_true", help="try sizes after the rows")
     add_options(options)
@@ -333,21 +321,17 @@ def main() -> int:
         print("bench/decode_r1.py needs a CUDA device")
         return 0
     steps = Steps(None if given.ours_alone else given.device, given.budget)
-    for n in (1, 3, 5, 64, 100):
+    for n in (1, 3, 5, 64, 100, 256):
         steps.check(f"errors of {n}", lambda n=n: check(n))  # type: ignore[misc]
-    for n in (5, 64, 256):
-        with changed(new()):
-            steps.check(f"errors of {n}, new", lambda n=n: check(n, form=", new"))  # type: ignore[misc]
     bandwidth = ceilings().bandwidth
     model = filled(R1)
-    with changed(new() if given.new else ()):
-        for n in (1, 64, 256):
-            steps(
-                f"{n} sequences",
-                lambda n=n: measure(  # type: ignore[misc]
-                    model, n, bandwidth, steps, profile=given.profile, alone=given.ours_alone
-                ),
-            )
+    for n in (1, 64, 256):
+        steps(
+            f"{n} sequences",
+            lambda n=n: measure(  # type: ignore[misc]
+                model, n, bandwidth, steps, profile=given.profile, alone=given.ours_alone
+            ),
+        )
     if given.variants:
         steps("variants", lambda: variants(model, steps))
     return steps.status()

@@ -8,7 +8,6 @@ import torch
 from model.test_batch_stepper import largest_error
 from model.tiny import built, changed
 from openk3.config import AttnResConfig, KdaConfig, MlaConfig, MoeConfig
-from openk3.model.decoding import ffn
 from openk3.ops.dispatch import triton_problem
 
 NO_TRITON = triton_problem("cpu")
@@ -26,13 +25,8 @@ SMALL = changed(
 )
 
 
-@pytest.mark.parametrize(
-    ("rows", "listed_by_choice"),
-    [(1, True), (5, False), (5, True)],
-    ids=["mixed in each product", "mixed before", "listed by choice"],
-)
-def test_logits_are_those_of_the_whole_forward(rows, listed_by_choice, monkeypatch):
-    monkeypatch.setattr(ffn, "LISTED_BY_CHOICE", listed_by_choice)
+@pytest.mark.parametrize("rows", [1, 5], ids=["mixed in each product", "mixed before"])
+def test_logits_are_those_of_the_whole_forward(rows):
     model = built(SMALL, dtype=torch.float32)
     error = largest_error(model, [3, 1, 4, 2, 5][:rows], list(range(rows)), steps=2, implementation="triton")
     assert error < 1e-4

@@ -12,8 +12,6 @@ from openk3.ops.dispatch import Implementation
 
 Tensor = torch.Tensor
 
-LISTED_BY_CHOICE = False  # whose rows an expert has is written down where it is chosen: no card has run it
-
 
 class Dense:
     """`GatedFfn`."""

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from openk3.errors import InvalidInput
 from openk3.model.decoder import K3, DecoderLayer
-from openk3.model.decoding import ffn
 from openk3.model.decoding.attention import Kda, Mla
 from openk3.model.decoding.ffn import Dense, Moe
 from openk3.model.decoding.graph import Captured
@@ -128,7 +127,7 @@ class BatchStepper:
     def _step(self, tokens: Tensor, slots: Tensor) -> Tensor:
         stream = _Stream(self._embedding, len(tokens), self._sources)
         rows = stream.start(tokens, slots, self.memory, self._implementation)
-        if ffn.LISTED_BY_CHOICE and self._experts and len(tokens) > FEW:
+        if self._experts and len(tokens) > FEW:
             counts = torch.zeros(len(self._layers), self._experts, dtype=torch.int32, device=slots.device)
             rows = replace(rows, counts=counts)
         for layer in self._layers:

@@ -34,20 +34,6 @@ def wait(EARLY: tl.constexpr):
         gdc_wait()
 
 
-@triton.jit
-def ask_for(matrix, row, height, width, DEPTH: tl.constexpr):
-    """Rows `[1, ROWS]` of a matrix of 16-bit numbers into the L2 cache, a hint to the card; no row twice."""
-    if tl.program_id(1) == 0:
-        for start in range(0, width, DEPTH):
-            column = start + tl.arange(0, DEPTH // 64)[:, None] * 64  # a line of 128 bytes each
-            inside = (row < height) & (column < width)
-            cell = tl.where(inside, row.to(tl.int64) * width + column, 0)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(matrix + cell).to(tl.int64)],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-
-
 def early(x: Tensor) -> dict[str, bool]:
     """Options of a launch beside x."""
     if OVERLAP and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0):

@@ -27,7 +27,6 @@ Tensor = torch.Tensor
 
 JOINED = 2**31  # rows up to which sums, norm and unit are a kernel of their own
 WIDEST = 4096  # of a row of sums
-STREAMED = False  # on Hopper, where `streams` takes the experts, by its kernels: no card has run them
 
 
 @triton.jit
@@ -109,7 +108,7 @@ def _experts_into_op(
         lists, counts = list_rows(ids, E)
     joined = x.new_empty(n, L + b)
     make = listed_experts
-    if STREAMED and streams_fit(x, E, F):
+    if streams_fit(x, E, F):
         from openk3.ops.decoding.kernels.streams import stream_experts as make
     rows = make(x, lists, counts, w1, w3, w2, k, kind, gate_cap, up_cap)
     WIDTH, K, B = (triton.next_power_of_2(max(1, size)) for size in (L, k, b))

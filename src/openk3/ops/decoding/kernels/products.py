@@ -19,7 +19,6 @@ from openk3.ops.activation import Activation
 from openk3.ops.decoding import BLOCK, Joined, StreamMix
 from openk3.ops.decoding.kernels.early import (
     FEW,
-    ask_for,
     early,
     let_next,
     narrow,
@@ -36,7 +35,6 @@ Tensor = torch.Tensor
 
 WIDEST_PIECE = 2048  # of what a program multiplies with in one piece
 DEPTH = 128  # of a step of a product
-ASKS = False  # programs that go in steps ask for their weights before the rows are there: no card has run it
 WIDEST_MIX = 1024  # of a row of which a program holds all sources
 MIXED = 512  # rows up to which each is mixed by a program of its own; more have work for programs that go on
 
@@ -217,14 +215,12 @@ def _mixed_products(
 @triton.jit(do_not_specialize=["N"])
 def _products(
     x, matrix, blocks, out, precise, N, total, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, ASK: tl.constexpr, EARLY: tl.constexpr,
+    DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next(EARLY)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     entries = _outputs(blocks, total, tl.program_id(0) * COLUMNS, COLUMNS)
-    if ASK:
-        ask_for(matrix, column, total, d, DEPTH)
     wait(EARLY)
     y = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, d, DEPTH):
@@ -240,15 +236,13 @@ def _products(
 def _products_into(
     out, weight, x, gain, gate, unit_gate, unit_up, N, d, a, b, eps, gate_cap, up_cap,
     ADD: tl.constexpr, X: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, UNIT: tl.constexpr,
-    COARSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ASK: tl.constexpr,
+    COARSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next(EARLY)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     row = rows.to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    if ASK:
-        ask_for(weight, column, d, a + b, DEPTH)
     wait(EARLY)
     dtype: tl.constexpr = weight.dtype.element_ty
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -409,12 +403,8 @@ def _launch_products(x: Tensor, matrix: Tensor, blocks: Tensor, out: Tensor, exa
     count = stages(x) if tile.COLUMNS == BLOCK else min(3, stages(x))  # two programs on a processor
     _products[triton.cdiv(len(matrix), tile.COLUMNS), triton.cdiv(n, tile.ROWS)](
         x, matrix, blocks, out, exact, n, len(matrix), d,
-        **tile._asdict(), DEPTH=DEPTH, ASK=_asks(x), num_warps=4, num_stages=count, **early(x),
+        **tile._asdict(), DEPTH=DEPTH, num_warps=4, num_stages=count, **early(x),
     )  # fmt: skip
-
-
-def _asks(x: Tensor) -> bool:
-    return ASKS and bool(PTX) and bool(early(x)["EARLY"])
 
 
 def _shares(depth: int) -> dict[str, int]:
@@ -520,7 +510,7 @@ def _products_into_in_steps(
     _products_into[(triton.cdiv(d, COLUMNS), tiles)](
         out, weight, x, gain, gate, unit_gate, unit_up, n, d, a, b, eps, gate_cap, up_cap,
         ADD=add, X=x is not None, NORM=gain is not None, GATE=gate is not None,
-        UNIT=unit_of, COARSE=coarse, ROWS=16, COLUMNS=COLUMNS, DEPTH=DEPTH, ASK=_asks(out), num_warps=4,
+        UNIT=unit_of, COARSE=coarse, ROWS=16, COLUMNS=COLUMNS, DEPTH=DEPTH, num_warps=4,
         num_stages=stages(out), **early(out),
     )  # fmt: skip
 

@@ -34,9 +34,8 @@ Tensor = torch.Tensor
 ROWS = gl.constexpr(16)
 SLAB = gl.constexpr(32)
 WIDTH = gl.constexpr(256)
-# Programs on a processor, and tiles of 32 KB on their way to each: so that one of DOWNS starts beside UNITS.
-UNITS = (1, 3)
-DOWNS = (2, 3)
+# Programs on a processor, and tiles of 32 KB on their way to each.
+UNITS = DOWNS = (1, 4)
 
 
 @gluon.jit
