@@ -160,12 +160,13 @@ class Tokenizer:
         Raises:
             InvalidInput: the text holds a lone surrogate, which is no Unicode text.
         """
-        if not allow_special:
-            return self.encode_batch([text], threads=1)[0]
-        pieces = (
-            self._encoding.encode(piece, allowed_special="all", disallowed_special=())
-            for piece in _pieces(text)
-        )
+        if allow_special:
+            pieces = (
+                self._encoding.encode(piece, allowed_special="all", disallowed_special=())
+                for piece in _pieces(text)
+            )
+        else:
+            pieces = (self._encoding.encode_ordinary(piece) for piece in _pieces(text))
         return [token for piece in pieces for token in piece]
 
     def encode_batch(self, texts: Sequence[str], *, threads: int | None = None) -> list[list[int]]:

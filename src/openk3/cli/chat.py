@@ -27,14 +27,14 @@ def chat(
 
     Example: openk3 chat runs/quickstart/finetune
     """
-    from openk3.chat.messages import Message, encode, render
+    from openk3.chat.template import encode, render
     from openk3.cli.standard_input import read_line
     from openk3.cli.talking import device_named, load, write_stream
     from openk3.model.generate import Sampling
 
     model = load(run, device_named(device))
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
-    opening = [Message("system", system)] if system else []
+    opening = [{"role": "system", "content": system}] if system else []
     history = list(opening)
     interactive = sys.stdin.isatty()
     while True:
@@ -49,6 +49,7 @@ def chat(
             continue
         if not question:
             continue
-        history.append(Message("user", question))
-        answer = write_stream(model, encode(render(history), model.tokenizer), tokens, sampling)
-        history.append(Message("assistant", answer))
+        history.append({"role": "user", "content": question})
+        prompt = encode(render(history, thinking=False), model.tokenizer)
+        answer = write_stream(model, prompt, tokens, sampling)
+        history.append({"role": "assistant", "content": answer})

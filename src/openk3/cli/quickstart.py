@@ -36,7 +36,7 @@ def quickstart(
     """
     from rich.console import Console
 
-    from openk3.chat.messages import Message, encode, render
+    from openk3.chat.template import encode, render
     from openk3.checkpoint.atomic import atomic_write_json
     from openk3.cli.progress import TerminalProgress
     from openk3.cli.talking import load, write_stream
@@ -64,7 +64,7 @@ def quickstart(
     answers = []
     for question in PROMPTS:
         print(f"> {question}")
-        prompt = encode(render([Message("user", question)]), speaker.tokenizer)
+        prompt = encode(render([{"role": "user", "content": question}], thinking=False), speaker.tokenizer)
         answers.append({"question": question, "answer": write_stream(speaker, prompt, 80, Sampling(0.0))})
 
     last = trained.pretrained.last

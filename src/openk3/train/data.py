@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from openk3.chat import Tokenizer
-from openk3.chat.messages import example
+from openk3.chat.template import example
 from openk3.config import digest
 from openk3.data import (
     Example,
