@@ -3,6 +3,7 @@
 `tokenizer`   text and ids                      `template`   a conversation as a prompt
 `language`    the words of the language         `normalise`  conversations as clients send them
 `parse`       an answer's ids as events         `answer`     events as a whole answer
+`grammar`     what an answer may be
 """
 
 from openk3.chat.answer import Answer, ToolCall

@@ -9,8 +9,9 @@ not depend on how the ids are cut into calls of `feed`.
     call       -> CallOpened, Arguments..., CallClosed; or CallDropped
 
 An answer is taken as what the model seems to have meant: any channel that opens ends the one before. The
-first marker of a thinking answer decides whether the text in front of it was reasoning (the channel closes, or
-another opens) or the answer itself (the response or the message closes); then `ReasoningWasContent` says so.
+first marker of a thinking answer decides whether the text in front of it was reasoning (the channel closes,
+or another opens) or the answer itself (the response or the message closes); then `ReasoningWasContent` says
+so.
 """
 
 from __future__ import annotations
