@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
 import torch
 
+from model.tiny import built
 from openk3.config import AttnResConfig, KdaConfig, MlaConfig, ModelConfig, MoeConfig
 from openk3.engine.core import Engine, Limits
 from openk3.engine.model_runner import ModelRunner
 from openk3.model import K3
 from openk3.model.generate import Sampling, generate
-from model.tiny import built
 
-SLOW = bool(os.environ.get("OPENK3_SLOW"))
 VOCABULARY = 64
 CONFIG = ModelConfig(
     vocab_size=VOCABULARY,
@@ -77,9 +75,13 @@ def schedule(model: K3, seed: int) -> int:
     return cached
 
 
-def test_greedy_text_of_random_schedules_is_that_of_the_plain_loop(model):
-    cached = [schedule(model, seed) for seed in range(1000 if SLOW else 100)]
-    assert sum(map(bool, cached)) > 30
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [*((i, 25) for i in range(0, 100, 25)), pytest.param(100, 900, marks=pytest.mark.slow)],
+)
+def test_greedy_text_of_random_schedules_is_that_of_the_plain_loop(model, first, count):
+    cached = [schedule(model, seed) for seed in range(first, first + count)]
+    assert sum(map(bool, cached)) > count // 4
 
 
 def test_text_depends_on_the_prompt(model):

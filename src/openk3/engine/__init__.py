@@ -1,0 +1,7 @@
+"""Many requests on one model: continuous batching over pages, with prefixes that are reused.
+
+`core`           the step                       `runner`        what it asks of a model
+`pool`           pages                          `memory`        what lies in them
+`prefix_cache`   which prefixes can be reused   `model_runner`  a model over pages
+`hashing`        prefixes as hashes
+"""

@@ -1,9 +1,9 @@
-"""The engine's step: which tokens of which requests, in which pages, and what is known when they are computed.
+"""The engine's step: which tokens of which requests, in which pages, and what is known when they are there.
 
 A request waits, then holds what it needs until its end: pages for all it may become are promised when it is
-admitted, so that whatever was admitted can finish. A step computes one token of each request that writes, then
-pieces of prompts, oldest first. Pieces end where the state is to be kept. Cost of a step does not depend on
-how long contexts are, but for what the model takes.
+admitted, so that whatever was admitted can finish. A step computes one token of each request that writes,
+then pieces of prompts, oldest first. Pieces end where the state is to be kept. What the host does for a step
+does not depend on how long contexts are.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class BudgetClass:
 class Limits:
     """How an engine divides its steps and its memory.
 
-    unit: tokens of a hash. step_tokens: that a step computes at most. piece_tokens: of them, of one prompt where
-    several wait for theirs. running: requests at a time. checkpoint_share: of the pool's pages, for checkpoints.
-    classes: by tokens to compute, ascending; what is above the last belongs to it.
+    unit: tokens of a hash. step_tokens: that a step computes at most. piece_tokens: of them, of one prompt
+    where several wait for theirs. running: requests at a time. checkpoint_share: of the pool's pages, for
+    checkpoints. classes: by tokens to compute, ascending; what is above the last belongs to it.
     """
 
     unit: int = 512
@@ -109,6 +109,7 @@ class Engine:
         self._chains: dict[int, HashChain] = {}
         self._ids = itertools.count()
         self._outstanding = [0] * len(limits.classes)
+        self._blocked = False  # nobody who waits can be let in before somebody ends
 
     # requests
 
@@ -135,14 +136,16 @@ class Engine:
             frozenset(stop),
             tuple(turns),
         )
-        if self._needed(request, whole=0) > self.pool.count:
+        needed = self._needed(request, whole=0)
+        if needed > self.pool.count:
             raise InvalidInput(
-                f"engine: {request.most} tokens need {self._needed(request, whole=0)} pages, there are {self.pool.count}"
+                f"engine: {request.most} tokens need {needed} pages, there are {self.pool.count}"
             )
         chain = HashChain(self.limits.unit, self._salt)
         chain.extend(request.tokens)
         self._chains[request.id] = chain
         self.waiting.append(request)
+        self._blocked = False
         return request
 
     def abort(self, request: Request) -> None:
@@ -152,6 +155,7 @@ class Engine:
 
     def _end(self, request: Request, finish: Finish) -> None:
         request.finish = finish
+        self._blocked = False
         if request in self.waiting:
             self.waiting.remove(request)
         else:
@@ -233,8 +237,8 @@ class Engine:
         )
         save = self.pool.take(self.runner.groups, promised=False) if wanted else None
         return Work(
-            request.id, request.tokens[start:end], start, list(request.pages), list(request.state), restore, copy,
-            save, scores=end >= request.prompt,
+            request.id, request.tokens[start:end], start, list(request.pages), list(request.state), restore,
+            copy, save, scores=end >= request.prompt,
         )  # fmt: skip
 
     def _promised(self, request: Request, count: int) -> list[int]:
@@ -275,7 +279,7 @@ class Engine:
 
     def _admit_one(self, prompts: list[Request]) -> bool:
         """The oldest waiting request whose class has budget, and for which there is memory."""
-        if len(self.running) >= self.limits.running:
+        if self._blocked or len(self.running) >= self.limits.running:
             return False
         full = set()
         for request in self.waiting:
@@ -304,7 +308,10 @@ class Engine:
             self.waiting.remove(request)
             self.running.append(request)
             prompts.append(request)
+            self.cache.counts.looked_up += request.prompt
+            self.cache.counts.hit += hit.boundary
             return True
+        self._blocked = True
         return False
 
     def _class_of(self, uncached: int) -> int:
@@ -312,8 +319,8 @@ class Engine:
         return next((i for i, each in enumerate(classes) if uncached <= each.most), len(classes) - 1)
 
     def _marks(self, request: Request, hit: Hit) -> list[int]:
-        """Ends of units in the prompt at which the state is kept: the last two that another prompt could go on
-        from, those before turns, and where prompts have parted."""
+        """Ends of units in the prompt at which the state is kept: the last that the same prompt and a longer
+        one could go on from, those before turns, and where prompts have parted."""
         if not self.limits.cache:
             return []
         unit = self.limits.unit

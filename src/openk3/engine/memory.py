@@ -1,8 +1,9 @@
 """What lies in an engine's pages: latents of MLA layers, states of KDA layers, in pages of the same bytes.
 
-There are as many places in a page as MLA layers. A page of latents has those of all MLA layers for some tokens; a page
-of a state has that of one group of KDA layers, as many as there are places. So one number stands for a page of
-any kind, and what a page was before is never read: a sequence reads what it, or whom it copied from, has written.
+There are as many places in a page as MLA layers. A page of latents has those of all MLA layers for some
+tokens; a page of a state has that of one group of KDA layers, as many as there are places. So one number
+stands for a page of any kind, and what a page was before is never read: a sequence reads what it, or whom it
+copied from, has written.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class PageMemory:
     def latents(self, layer: int) -> Tensor:
         """`[pages, page, r + shared]` of an MLA layer."""
         data = self._bytes[self._mla.index(layer)][:, : self.page * self.width * self._dtype.itemsize]
-        return data.view(self._dtype).unflatten(1, (self.page, self.width))
+        return _shaped(data, self._dtype, (self.page, self.width))
 
     def group(self, layer: int) -> int:
         """Of a KDA layer: which of a sequence's pages of state its state is in."""
@@ -72,12 +73,21 @@ class PageMemory:
         H, V, K = self._state
         cut = H * V * K * self._wide.itemsize
         tail = _aligned(cut) + self._tail[0] * self._tail[1] * self._dtype.itemsize
-        S = data[:, :cut].view(self._wide).unflatten(1, self._state)
-        return KdaState(S, data[:, _aligned(cut) : tail].view(self._dtype).unflatten(1, self._tail))
+        S = _shaped(data[:, :cut], self._wide, self._state)
+        return KdaState(S, _shaped(data[:, _aligned(cut) : tail], self._dtype, self._tail))
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Whole pages."""
         self._bytes[:, list(target)] = self._bytes[:, list(source)]
+
+
+def _shaped(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Bytes `[pages, size]` as `[pages, *shape]`, in place."""
+    values = data.view(dtype)
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return values.as_strided((len(values), *shape), (values.stride(0), *strides), values.storage_offset())
 
 
 def _aligned(size: int) -> int:

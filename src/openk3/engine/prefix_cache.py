@@ -1,7 +1,7 @@
 """Which prefixes can be gone on from: latents in units, states of KDA at few of their ends (report §5.4.1).
 
-A prefix is reused at a boundary where both are: latents of all units before it, and a checkpoint, a copy of the
-running state in each KDA group. Latents are registered unit by unit, also in pages that are partly filled.
+A prefix is reused at a boundary where both are: latents of all units before it, and a checkpoint, a copy of
+the running state in each KDA group. Latents are registered unit by unit, in pages that are partly filled too.
 What is registered is never written to again: who goes on from the middle of a page copies it first.
 
 Nothing here knows when a step runs. It is told of latents and checkpoints after the step that wrote them, so
@@ -43,8 +43,8 @@ class Counts:
 class Hit(NamedTuple):
     """What a request goes on from; all of it is held until `release`.
 
-    boundary: tokens that need not be computed. pages: whole pages of latents before it. partial: the page that
-    the boundary lies in, to be copied from; None where it lies between pages. checkpoint: None at 0.
+    boundary: tokens that need not be computed. pages: whole pages of latents before it. partial: the page
+    that the boundary lies in, to be copied from; None where it lies between pages. checkpoint: None at 0.
     junction: how far latents reach: beyond the boundary, prompts have parted there without a checkpoint.
     """
 
@@ -111,8 +111,6 @@ class PrefixCache:
             self._unused.pop(checkpoint.hash, None)
         for page in [*pages, *([] if partial is None else [partial])]:
             self._unused.pop(page, None)
-        self.counts.looked_up += length
-        self.counts.hit += boundary
         return Hit(boundary, pages, partial, checkpoint, reached * self.unit)
 
     def release(self, pages: Sequence[int]) -> None:
@@ -139,7 +137,7 @@ class PrefixCache:
     def add_checkpoint(
         self, hash: bytes, position: int, pages: Sequence[int], *, moving: bool
     ) -> Checkpoint | None:
-        """The running state was copied to `pages`, which the caller hands over; None if there was one before."""
+        """The running state was copied to `pages`, which the caller hands over; None if one was there."""
         known = self._checkpoints.get(hash)
         if known is not None:
             known.moving = known.moving and moving
@@ -157,10 +155,10 @@ class PrefixCache:
 
     def supersede(self, checkpoint: Checkpoint) -> None:
         """A moving checkpoint whose request has a later one is given up, if nobody reads it."""
-        if checkpoint.moving and self._checkpoints.get(checkpoint.hash) is checkpoint:
-            if self.pool.kept(checkpoint.pages[0]):
-                self._forget(checkpoint)
-                self.counts.checkpoints_superseded += 1
+        known = self._checkpoints.get(checkpoint.hash) is checkpoint
+        if checkpoint.moving and known and self.pool.kept(checkpoint.pages[0]):
+            self._forget(checkpoint)
+            self.counts.checkpoints_superseded += 1
 
     # eviction
 
