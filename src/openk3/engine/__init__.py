@@ -3,5 +3,5 @@
 `core`           the step                       `runner`        what it asks of a model
 `pool`           pages                          `memory`        what lies in them
 `prefix_cache`   which prefixes can be reused   `model_runner`  a model over pages
-`hashing`        prefixes as hashes
+`hashing`        prefixes as hashes             `sampler`       the next token
 """
