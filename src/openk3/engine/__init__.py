@@ -4,4 +4,5 @@
 `pool`           pages                          `memory`        what lies in them
 `prefix_cache`   which prefixes can be reused   `model_runner`  a model over pages
 `hashing`        prefixes as hashes             `sampler`       the next token
+`naive`          the definition                 `llm`           prompts in, answers out
 """
