@@ -115,3 +115,13 @@ def test_a_stream_that_is_left_gives_its_memory_back(model, tokenizer):
 def test_a_tokenizer_of_another_model_is_refused(model):
     with pytest.raises(InvalidInput, match="the tokenizer has 513 tokens, the model 512"):
         LLM(model, Tokenizer([*(bytes([i]) for i in range(256)), b"ab"]))
+
+
+def test_what_is_no_token_is_refused_and_costs_nobody_else(model, tokenizer):
+    llm = LLM(model, tokenizer, tokens=2000, unit=8)
+    with pytest.raises(InvalidInput, match=r"token 512 is not in 0\.\.511"):
+        llm.generate(["hi", [1, 512]])
+    assert not llm.engine.waiting and not llm._asked
+    with pytest.raises(InvalidInput, match="needs a prompt"):
+        llm.generate([""])
+    assert llm.generate(["hi"], 3)[0].finish in ("stop", "length")

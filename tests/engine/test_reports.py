@@ -11,6 +11,7 @@ import pytest
 
 from engine.toy import ToyRunner, alone
 from openk3.engine.core import Engine, Limits, Request
+from openk3.errors import InvalidInput
 
 UNIT, PAGE = 8, 64
 
@@ -86,6 +87,23 @@ def test_eight_at_once_with_prefixes_of_their_own_and_a_storm_of_aborts():
     engine.check()
     assert not engine.running and not engine.waiting and engine.pool.available() == engine.pool.count
     finished(engine, *(prefix + text(9, 7) for prefix in shared))
+
+
+def test_what_is_wrong_with_one_request_is_no_others_end():
+    engine = engine_of()
+    spoiled = engine.add(text(70, 1), 10)
+
+    def refusing(request: Request, token: int) -> int:
+        if request is spoiled and len(request.made) == 3:
+            raise InvalidInput("sampling: the largest score is nan")
+        return token
+
+    engine.choose = refusing
+    finished(engine, text(80, 2), text(70, 1))
+    while spoiled.finish is None:
+        engine.step()
+    assert spoiled.finish == "error" and "nan" in str(spoiled.error) and len(spoiled.made) == 3
+    engine.check()
 
 
 def test_a_conversation_goes_on_from_its_last_answer():

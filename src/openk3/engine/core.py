@@ -18,9 +18,9 @@ from openk3.engine.hashing import HashChain
 from openk3.engine.pool import PagePool
 from openk3.engine.prefix_cache import Checkpoint, Hit, PrefixCache
 from openk3.engine.runner import Copy, Runner, Work
-from openk3.errors import InvalidInput
+from openk3.errors import InvalidInput, OpenK3Error
 
-Finish = Literal["stop", "length", "abort"]
+Finish = Literal["stop", "length", "abort", "error"]
 Choose = Callable[["Request", Any], int]
 
 
@@ -61,6 +61,7 @@ class Request:
     stop: frozenset[int]
     turns: tuple[int, ...]
     finish: Finish | None = None
+    error: OpenK3Error | None = None  # why there is no next token
     cached: int = 0
     computed: int = 0
     pages: list[int] = field(default_factory=list)
@@ -186,16 +187,23 @@ class Engine:
         for request, work in works:
             self._release_hit(request)
             request.computed = work.start + len(work.tokens)
-            if work.scores:
-                request.tokens.append(self.choose(request, scores[request.id]))
-                self._chains[request.id].extend(request.tokens)
             self._register(request, work)
-            if work.scores:
-                stopped = request.tokens[-1] in request.stop
-                if stopped or len(request.tokens) >= request.most:
-                    self._end(request, "stop" if stopped else "length")
-                    ended.append(request)
+            if work.scores and (finish := self._written(request, scores[request.id])):
+                self._end(request, finish)
+                ended.append(request)
         return ended
+
+    def _written(self, request: Request, scores: Any) -> Finish | None:
+        """One token more; whether that was the last. What is wrong with one request is no other's end."""
+        try:
+            request.tokens.append(self.choose(request, scores))
+        except OpenK3Error as error:
+            request.error = error
+            return "error"
+        self._chains[request.id].extend(request.tokens)
+        if request.tokens[-1] in request.stop:
+            return "stop"
+        return "length" if len(request.tokens) >= request.most else None
 
     def _planned(self) -> list[tuple[Request, Work]]:
         left = self.limits.step_tokens

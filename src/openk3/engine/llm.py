@@ -87,14 +87,25 @@ class LLM:
         max_new_tokens: int = 256,
         params: SamplingParams = PLAIN,
     ) -> list[Completion]:
-        """What follows each prompt, all of them together, up to the end of the text."""
+        """What follows each prompt, all of them together, up to the end of the text.
+
+        Raises:
+            InvalidInput: a prompt is empty or too long, or holds what is no token; or scores say nothing.
+        """
         ids = [
             self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts
         ]
         stop = {self.tokenizer.eos_id, self.tokenizer.end_of_msg_id}
-        requests = [self._add(prompt, max_new_tokens, stop, _Asked(params)) for prompt in ids]
-        while any(request.finish is None for request in requests):
-            self.engine.step()
+        requests: list[Request] = []
+        try:
+            for prompt in ids:
+                requests.append(self._add(prompt, max_new_tokens, stop, _Asked(params)))
+            while any(request.finish is None for request in requests):
+                self.engine.step()
+        finally:
+            for request in requests:
+                self.engine.abort(request)
+                del self._asked[request.id]
         return [self._completed(request) for request in requests]
 
     def chat(
@@ -144,6 +155,8 @@ class LLM:
                 self.engine.step()
                 new, read = request.tokens[read:], len(request.tokens)
                 yield from parser.feed(new)
+            if request.error is not None:
+                raise request.error
             yield from parser.end()
         finally:
             self.engine.abort(request)
@@ -166,12 +179,16 @@ class LLM:
     def _add(
         self, prompt: list[int], most: int, stop: set[int], asked: _Asked, turns: Sequence[int] = ()
     ) -> Request:
+        wrong = [token for token in prompt if not 0 <= token < self.tokenizer.vocab_size]
+        if wrong:
+            raise InvalidInput(f"LLM: token {wrong[0]} is not in 0..{self.tokenizer.vocab_size - 1}")
         request = self.engine.add(prompt, most, stop=stop, turns=turns)
         self._asked[request.id] = asked
         return request
 
     def _completed(self, request: Request) -> Completion:
-        del self._asked[request.id]
+        if request.error is not None:
+            raise request.error
         assert request.finish is not None
         made = request.made[:-1] if request.finish == "stop" else request.made
         return Completion(self.tokenizer.decode(made), request.made, request.finish, request.cached)
