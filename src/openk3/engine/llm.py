@@ -98,8 +98,7 @@ class LLM:
         stop = {self.tokenizer.eos_id, self.tokenizer.end_of_msg_id}
         requests: list[Request] = []
         try:
-            for prompt in ids:
-                requests.append(self._add(prompt, max_new_tokens, stop, _Asked(params)))
+            requests.extend(self._add(prompt, max_new_tokens, stop, _Asked(params)) for prompt in ids)
             while any(request.finish is None for request in requests):
                 self.engine.step()
         finally:
