@@ -97,6 +97,7 @@ def compile_for(
         patch.object(torch.Tensor, "contiguous", lambda x, **_: x.new_empty(x.shape)),  # no CUDA to copy with
         patch("openk3.ops.kda.kernels.intra_backward._selections", _fake_selections),
         patch("openk3.ops.attnres.kernels.operator.as_rows", lambda x: x),  # asks for addresses
+        patch("openk3.ops.attnres.kernels.operator.ring_launch", lambda _: None),  # Gluon
         patch("openk3.ops.attention.kernels.operator._aligned", lambda x: x),
     ):
         for dtype in dtypes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from closeness import relative_error
@@ -120,3 +122,35 @@ def test_gradients_are_those_of_the_definition(S, merge, norm, bank, last, doubl
         assert relative_error(d_norm_gain.sum(0), more[0]) < 1e-12
     if merge:
         assert relative_error(d_lse, more[-1]) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("rows", "d", "size", "address", "capability", "taken"),
+    [
+        (9, 7168, 2, 0, (9, 0), True),
+        (14, 7168, 2, 0, (9, 0), True),
+        (15, 7168, 2, 0, (9, 0), False),  # more than shared memory holds
+        (32, 512, 2, 0, (9, 0), True),
+        (9, 7168, 2, 0, (8, 0), False),  # another card
+        (9, 7168, 2, 0, (10, 0), False),
+        (9, 7168, 4, 0, (9, 0), False),  # fp32
+        (9, 7168, 2, 8, (9, 0), False),  # not on a border of 16 bytes
+        (9, 7160, 2, 0, (9, 0), False),
+        (9, 128, 2, 0, (9, 0), False),  # narrow
+    ],
+)
+def test_rows_that_are_taken_fit_in_shared_memory(monkeypatch, rows, d, size, address, capability, taken):
+    from openk3.ops.attnres.kernels import operator
+
+    card = SimpleNamespace(shared_memory_per_multiprocessor=228 << 10, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: card)
+    row = SimpleNamespace(
+        shape=(8192, d), is_cuda=True, device="cuda", element_size=lambda: size, data_ptr=lambda: address
+    )
+    launch = operator.ring_launch([row] * rows)
+    assert (launch is not None) == taken
+    if launch is not None:
+        programs, sizes = launch
+        places = (rows + sizes["DOUBLE"]) * sizes["D"] * size
+        assert 0 <= sizes["DOUBLE"] <= rows and programs // 132 * (places + 1024) <= 228 << 10

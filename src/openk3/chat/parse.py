@@ -307,14 +307,6 @@ class Parser:
             self._channel = RESPONSE
             self._events.append(Content(text))
 
-    def said(self, event: Event) -> None:
-        """A part of the parser has an event."""
-        self._events.append(event)
-
-    def completed(self) -> None:
-        """A call is whole."""
-        self._complete += 1
-
 
 class _Call:
     """A call under way: its arguments, written out as JSON while they come."""
@@ -376,8 +368,8 @@ class _Call:
             return
         if not self._whole:
             self._say("}" if self._written else "{}", parser)
-        parser.said(CallClosed(self.index))
-        parser.completed()
+        parser._events.append(CallClosed(self.index))
+        parser._complete += 1
 
     def _lead(self) -> str:
         lead = ", " if self._written else "{"
@@ -386,7 +378,7 @@ class _Call:
 
     def _say(self, text: str, parser: Parser) -> None:
         if self.named and text:
-            parser.said(Arguments(self.index, text))
+            parser._events.append(Arguments(self.index, text))
 
 
 class _Utf8:

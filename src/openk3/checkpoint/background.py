@@ -4,9 +4,9 @@ What is saved is first copied, during which the caller waits; a thread then publ
 store, in the same order of steps as ever. A kill loses what was being written but never the last published
 checkpoint.
 
-The copy of a GPU's tensors stays on the card where that has room for it, which takes milliseconds; the thread
-brings it to the host on a stream of its own, beside the steps. Without such room the caller waits for the
-copy to the host. The host needs room for one state in any case.
+The copy of a GPU's tensors stays on the card where that has room for it, so that the caller does not wait for
+the bus; the thread brings it to the host on a stream of its own, beside the steps. Without such room the
+caller waits for the copy to the host. The host needs room for one state in any case.
 
 The thread is our own, where torch has `async_save`: what that writes is not published yet. Hashes, the rename
 and the removal of old checkpoints come behind it, and they would stop training too.

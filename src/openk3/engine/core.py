@@ -74,6 +74,19 @@ class Request:
     budget: int = 0  # its class
     uncached: int = 0
 
+    @classmethod
+    def asked(
+        cls, id: int, prompt: Sequence[int], max_new_tokens: int, stop: Collection[int], turns: Sequence[int]
+    ) -> Request:
+        """A request that nothing was done for.
+
+        Raises:
+            InvalidInput: nothing to compute or to write.
+        """
+        if not prompt or max_new_tokens < 1:
+            raise InvalidInput("engine: a request needs a prompt and a token to write")
+        return cls(id, list(prompt), len(prompt), len(prompt) + max_new_tokens, frozenset(stop), tuple(turns))
+
     @property
     def writes(self) -> bool:
         return self.computed >= self.prompt
@@ -127,16 +140,7 @@ class Engine:
         Raises:
             InvalidInput: nothing to compute or to write, or more than the whole pool holds.
         """
-        if not prompt or max_new_tokens < 1:
-            raise InvalidInput("engine: a request needs a prompt and a token to write")
-        request = Request(
-            next(self._ids),
-            list(prompt),
-            len(prompt),
-            len(prompt) + max_new_tokens,
-            frozenset(stop),
-            tuple(turns),
-        )
+        request = Request.asked(next(self._ids), prompt, max_new_tokens, stop, turns)
         needed = self._needed(request, whole=0)
         if needed > self.pool.count:
             raise InvalidInput(
@@ -244,6 +248,7 @@ class Engine:
             else self.limits.cache and end % self.limits.unit == 0
         )
         save = self.pool.take(self.runner.groups, promised=False) if wanted else None
+        self.cache.counts.checkpoints_refused += wanted and save is None
         return Work(
             request.id, request.tokens[start:end], start, list(request.pages), list(request.state), restore,
             copy, save, scores=end >= request.prompt,

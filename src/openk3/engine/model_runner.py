@@ -90,9 +90,7 @@ class ModelRunner:
             states.S[pages], states.conv[pages] = new.S, new.conv
             return
         latents = self.memory.latents(layer)
-        ends = new.cu_seqlens.tolist()
-        for work, first in zip(works, ends, strict=False):
-            for position in range(work.start, work.start + len(work.tokens)):
-                latents[work.pages[position // self.page], position % self.page] = new.latents[
-                    first + position
-                ]
+        for work, first in zip(works, new.cu_seqlens.tolist(), strict=False):
+            places = torch.arange(work.start, work.start + len(work.tokens), device=latents.device)
+            mine = torch.tensor(work.pages, device=latents.device)[places // self.page]
+            latents[mine, places % self.page] = new.latents[first + places]

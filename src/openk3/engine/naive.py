@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 import torch
 
 from openk3.engine.core import Choose, Request
-from openk3.errors import InvalidInput
 from openk3.model.decoder import K3
 
 
@@ -29,10 +28,7 @@ class NaiveEngine:
         turns: Sequence[int] = (),
     ) -> Request:
         """See `Engine.add`."""
-        if not prompt or max_new_tokens < 1:
-            raise InvalidInput("engine: a request needs a prompt and a token to write")
-        most = len(prompt) + max_new_tokens
-        request = Request(next(self._ids), list(prompt), len(prompt), most, frozenset(stop), tuple(turns))
+        request = Request.asked(next(self._ids), prompt, max_new_tokens, stop, turns)
         self.waiting.append(request)
         return request
 

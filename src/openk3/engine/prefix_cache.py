@@ -35,6 +35,7 @@ class Counts:
     looked_up: int = 0  # tokens
     hit: int = 0
     checkpoints_kept: int = 0
+    checkpoints_refused: int = 0  # there was no memory for them
     checkpoints_superseded: int = 0
     checkpoints_evicted: int = 0
     pages_evicted: int = 0

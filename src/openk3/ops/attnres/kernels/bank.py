@@ -54,18 +54,16 @@ def _starts(bank, source):
     return start
 
 
-@triton.jit
-def _slice_products(
+@triton.jit(do_not_specialize=["T"])
+def slice_products(
     bank,
     parts,
-    products,
-    squares,
-    tile,
-    part,
+    products,  # [tiles, SLICES, 64, QUERIES] fp32
+    squares,  # [tiles, SLICES, 64] fp32
     T,
     d,
     Q,
-    one,
+    one,  # 1.0: a factor that keeps the compiler from adding inside of the product
     S: tl.constexpr,
     QUERIES: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -73,7 +71,8 @@ def _slice_products(
     SLICES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Of the rows of a tile with all queries, and with themselves, in one slice of columns."""
+    tile = tl.program_id(0) // SLICES
+    part = tl.program_id(0) % SLICES
     row = tl.arange(0, 64)
     query = tl.arange(0, QUERIES)
     token = tile * TOKENS + row // S
@@ -196,31 +195,6 @@ def _mixes(
             mixed = tl.dot(tl.load(at + QUERIES * SOURCES), v, mixed)
         out = values + (query.to(tl.int64)[:, None] * T + token) * d + col[None, :]
         tl.store(out, mixed.to(values.dtype.element_ty), mask=(query < Q)[:, None] & (col < d)[None, :])
-
-
-@triton.jit(do_not_specialize=["T"])
-def slice_products(
-    bank,
-    parts,
-    products,  # [tiles, SLICES, 64, QUERIES] fp32
-    squares,  # [tiles, SLICES, 64] fp32
-    T,
-    d,
-    Q,
-    one,  # 1.0: a factor that keeps the compiler from adding inside of the product
-    S: tl.constexpr,
-    QUERIES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SLICES: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    tile = tl.program_id(0) // SLICES
-    part = tl.program_id(0) % SLICES
-    _slice_products(
-        bank, parts, products, squares, tile, part, T, d, Q, one,
-        S, QUERIES, TOKENS, COLUMNS, SLICES, STAGES,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])

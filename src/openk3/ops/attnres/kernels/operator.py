@@ -65,11 +65,14 @@ def processors(device: torch.device) -> int:
 def ring_launch(rows: Sequence[Tensor]) -> tuple[int, dict[str, int]] | None:
     """Programs and sizes of the kernels with rows in shared memory; None if they do not take these rows.
 
-    Copies are of 16 bytes, and all rows of a token lie in a program; memory left takes the next one's.
+    They run on sm_90, and take half-precision rows of 256 columns or more, in whole lines of 16 bytes, if all
+    lie in shared memory together: on an H200 up to 14 of width 7,168. Memory left takes the next token's.
     """
     T, d = rows[0].shape
     D, R = triton.next_power_of_2(d), len(rows)
-    if not rows[0].is_cuda or rows[0].element_size() != 2 or d % 16 or D < 256 or R > 32:
+    if not rows[0].is_cuda or torch.cuda.get_device_capability(rows[0].device) != (9, 0):
+        return None
+    if rows[0].element_size() != 2 or d % 16 or D < 256 or R > 32:
         return None
     if any(row.data_ptr() % 16 for row in rows):
         return None
